@@ -299,7 +299,6 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
     ("text", "expected"),
     [
         ("cp_size: 2\ncp_mode: pipelined", "not a method of context parallelism"),
-        ("expert_parallel_size: 2", "expert parallelism is not supported"),
         ("deepspeed_autotp_size: 2", "mode: hybrid, tensor: 2"),
         ("zero_hpz_partition_size: 8", "secondary partition"),
         ("distributed_type: MEGATRON_LM", "Megatron-LM"),

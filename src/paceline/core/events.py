@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from paceline.core.report import (
     DataFigures,
+    ExpertStep,
     MemoryFallback,
     PackingFigures,
     PeakRate,
@@ -357,6 +358,7 @@ class StepFigures(_Logged, total=False):
         fill: with packed rows, the share of their capacity that has tokens.
         sources: the figures of each source, if there are several.
         metrics: means of the task's metrics, such as ``rewards/margins``, if it has any.
+        experts: the load of the experts and their auxiliary loss, if the model has any.
     """
 
     loss: float
@@ -376,6 +378,7 @@ class StepFigures(_Logged, total=False):
     fill: float
     sources: list[SourceStep]
     metrics: dict[str, float]
+    experts: ExpertStep
 
 
 class StepEvent(StepFigures, total=False):

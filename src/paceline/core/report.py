@@ -55,6 +55,15 @@ class SourceStep(TypedDict, total=False):
     tokens: int
 
 
+class ExpertStep(TypedDict):
+    """The experts in the steps since the previous ``step`` event: the largest ratio of an expert's
+    tokens to the mean of its layer, and the mean auxiliary loss without its coefficient (None if it
+    is not trained)."""
+
+    max_over_mean: float
+    aux_loss: float | None
+
+
 class DataFigures(TypedDict, total=False):
     """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss. Of
     streamed data, the numbers so far, with the numbers of samples and tokens, and the sources."""
@@ -160,6 +169,25 @@ class SourceReport(TypedDict):
     final_loss: float | None
 
 
+class ExpertTokens(TypedDict):
+    """The number of tokens that each expert of a layer got."""
+
+    name: str
+    tokens: list[int]
+
+
+class ExpertReport(TypedDict, total=False):
+    """The experts over all attempts of the run. ``size``: number of ranks that the experts of a
+    layer are divided among. ``max_over_mean``: the largest ratio of an expert's tokens to the mean
+    of its layer. ``from_step``: set if only the steps after it are counted, because the run resumed
+    from a checkpoint without these counts."""
+
+    size: int
+    layers: list[ExpertTokens]
+    max_over_mean: float | None
+    from_step: int
+
+
 class _AlwaysReported(TypedDict):
     status: str
     strategy: str
@@ -217,7 +245,7 @@ class Report(_AlwaysReported, total=False):
     ``link`` and ``staleness`` depend on the strategy; ``task``, ``model`` and ``dataset`` are as in
     the config, ``adapter`` is its method or None; ``balance`` has the shares of the ranks;
     ``best`` the best evaluation, if it is selected; ``stop_reason`` why the run ended before its
-    last step."""
+    last step; ``experts`` the tokens of the experts, if the model has any."""
 
     task: str
     model: str
@@ -247,6 +275,7 @@ class Report(_AlwaysReported, total=False):
     packing: PackingFigures
     sources: list[SourceReport]
     context: ContextReport
+    experts: ExpertReport
 
 
 REPORT_KEYS = tuple(_AlwaysReported.__annotations__)

@@ -197,6 +197,22 @@ class Communicator:
         names = "all_gather_single", "all_gather_into_tensor"
         return _start(names, output, tensor, self.group)
 
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        received_sizes: list[int] | None = None,
+        sent_sizes: list[int] | None = None,
+    ) -> dist.Work | None:
+        """Start to send a part of ``tensor`` to each rank and to receive ``output``: rows in rank
+        order, as many as the sizes tell, or equal parts."""
+        if self.size == 1:
+            output.copy_(tensor)
+            return None
+        sizes = {"output_split_sizes": received_sizes, "input_split_sizes": sent_sizes}
+        work = dist.all_to_all_single(output, tensor, **sizes, group=self.group, async_op=True)
+        return cast(dist.Work, work)
+
     def wait(self, work: Waitable | None) -> None:
         """Wait for a collective, and add the seconds to :attr:`wait_s`."""
         if work is None:

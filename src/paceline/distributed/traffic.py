@@ -117,6 +117,16 @@ def counted_again() -> AbstractContextManager[None]:
     return _muted("on", False)
 
 
+def _all_to_all_bytes(call: Arguments) -> int:
+    tensor, group = argument(call, 1, "input"), argument(call, 4, "group")
+    sizes: list[int] | None = argument(call, 3, "input_split_sizes")
+    if not sizes or not sum(sizes):
+        return scatter_bytes(tensor.nbytes, dist.get_world_size(group))
+    # What the rank keeps is not sent.
+    sent = sum(sizes) - sizes[dist.get_rank(group)]
+    return int(tensor.nbytes) * sent // sum(sizes)
+
+
 #: Function → (kind of traffic, function that returns the bytes sent by a call with its arguments).
 _COUNTERS: dict[str, tuple[str, Callable[[Arguments], int]]] = {
     "all_reduce": (
@@ -157,9 +167,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Arguments], int]]] = {
     "reduce": ("reduce", lambda call: argument(call, 0, "tensor").nbytes),
     "all_to_all_single": (
         "all_to_all",
-        lambda call: scatter_bytes(
-            argument(call, 1, "input").nbytes, dist.get_world_size(argument(call, 4, "group"))
-        ),
+        lambda call: _all_to_all_bytes(call),
     ),
     "batch_isend_irecv": (
         "send",

@@ -163,6 +163,8 @@ def reason_against_generation(config: Config, dims: ParallelDims) -> str | None:
     """Return why the model cannot generate text during training; None if it can."""
     if dims.pipeline > 1:
         return "each token would have to pass through all stages of the pipeline"
+    if dims.expert > 1:
+        return "ranks that divide the experts would have to generate equal numbers of tokens"
     return None
 
 

@@ -35,6 +35,8 @@ class Workload:
             of the parameter server, counted in the data; empty if unknown.
         context: how rows are divided, with context parallelism.
         labels: mean number of tokens in a micro-batch whose logits are computed; None: all of them.
+        exchanged_rows: mean numbers of hidden states that a rank sends to and receives from other
+            ranks in a layer of experts, per micro-batch; None: each expert gets the same number.
     """
 
     micro_batches: int = 1
@@ -44,6 +46,7 @@ class Workload:
     distinct: tuple[tuple[float, ...], ...] = ()
     context: ContextWork | None = None
     labels: float | None = None
+    exchanged_rows: tuple[float, float] | None = None
 
     def activation_bytes(self, shape: ModelShape) -> int:
         """Return the peak bytes of the activations of one micro-batch, with what the trained

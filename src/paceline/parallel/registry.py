@@ -18,6 +18,7 @@ from paceline.parallel import capabilities
 from paceline.parallel.capabilities import Capabilities, Placement, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.exchange_cost import exchange_traffic
+from paceline.parallel.limits.experts import with_experts
 from paceline.parallel.limits.shared import FOR_ALL, ONE_PROCESS
 from paceline.parallel.spec import StrategySpec
 
@@ -72,6 +73,8 @@ _LOADED: list[StrategySpec] = [load_object(f"paceline.strategies.{spec}") for sp
 STRATEGIES = {spec.name: spec for spec in _LOADED}
 ALIASES = {"fsdp": "zero3"}
 AXIS_KEYS = ("data", "shard", "context", "tensor", "pipeline")
+#: Keys of ``parallel`` with a number of ranks.
+SIZE_KEYS = (*AXIS_KEYS, "expert")
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def mode_of(parallel: Parallel) -> str:
     """
     mode = str(read_mode(parallel.mode)["mode"])
     if mode == "auto":
-        is_sized = any(getattr(parallel, key) is not None for key in AXIS_KEYS)
+        is_sized = any(getattr(parallel, key) is not None for key in SIZE_KEYS)
         return "hybrid" if is_sized else "auto"
     mode = ALIASES.get(mode, mode)
     if mode not in STRATEGIES and ":" not in mode:
@@ -185,6 +188,8 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Par
             axis=main,
         )
     axes = ParallelDims(**{**sizes, main: size})
+    if parallel.expert is not None and parallel.expert > 1:
+        axes = with_experts(axes, parallel.expert, name)
     return ParallelLayout(name, axes, 1 if spec.single_process else num_devices)
 
 

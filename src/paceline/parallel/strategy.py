@@ -439,6 +439,11 @@ class Strategy(ABC):
         state of an outer optimizer belong to the optimizer."""
         return "optimizer" if self.replicas_diverge else "parameters"
 
+    def exchanged_rows(self) -> tuple[float, float] | None:
+        """Return :attr:`~paceline.parallel.cost.Workload.exchanged_rows` since the last call; None
+        if ranks do not divide experts."""
+        return None
+
     @property
     def transient_bytes(self) -> int:
         """Maximum bytes of tensors that are allocated only within a step, so that

@@ -20,7 +20,7 @@ from paceline.models.tensor_plan.sequence import uses_sequence_parallel
 from paceline.models.tensor_plan.style import HEAD
 from paceline.parallel.cost import ContextWork, Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
-from paceline.parallel.registry import AXIS_KEYS, ParallelLayout, check_strategy, estimate_cost
+from paceline.parallel.registry import SIZE_KEYS, ParallelLayout, check_strategy, estimate_cost
 from paceline.parallel.registry import layout as make_layout
 from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
@@ -185,7 +185,7 @@ class ModeEstimate:
 
 def free_layout(config: Config, num_devices: int, mode: str) -> ParallelLayout:
     """Return the layout of a mode, ignoring the sizes of axes that the config sets."""
-    update = dict.fromkeys(AXIS_KEYS)
+    update = dict.fromkeys(SIZE_KEYS)
     return make_layout(config.parallel.model_copy(update=update), num_devices, mode)
 
 
@@ -200,7 +200,7 @@ def estimate(
 ) -> ModeEstimate:
     """Estimate ``layout``. ``stage``: of DeepSpeed."""
     name, settings = mode_names(layout, stage)
-    update = dict.fromkeys(AXIS_KEYS) | settings
+    update = dict.fromkeys(SIZE_KEYS) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
     replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
     if samples is not None:

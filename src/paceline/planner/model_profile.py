@@ -82,7 +82,7 @@ _NOT_OF_LANGUAGE_MODELS: Mapping[str, set[str] | bool] = {
     "system": True, "output_dir": True, "resume": True, "recovery": True, "evaluation": True,
     "parallel": {
         "mode", "optimize_for", "allow_lossy", "data", "shard", "context", "context_method",
-        "tensor", "pipeline", "num_gpus", "cpu_offload",
+        "tensor", "pipeline", "expert", "num_gpus", "cpu_offload",
     },
     "train_args": {
         "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size",

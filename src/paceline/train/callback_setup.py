@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.config.metrics.best import selects_best_model
+from paceline.models.head.router_coefficient import coefficient_of
 from paceline.models.transforms.compile import compile_times
 from paceline.observe.comm_advisor import make_advisor
 from paceline.train.callbacks.base import Callback, TrainingInfo
 from paceline.train.callbacks.callback_list import CallbackList, States
+from paceline.train.callbacks.experts import ExpertRecorder
 from paceline.train.callbacks.monitoring import (
     CommAdvice,
     CompileReport,
@@ -106,9 +108,22 @@ def _loggers(trainer: Trainer) -> list[Callback]:
         metrics = MetricRecorder(task, strategy.reports_loss, strategy.world.device)
         data.observers.append(metrics.observe)
     row_tokens = spec.config.train_args.max_length if trainer.has_packed_rows else None
+    counter, experts = trainer.components.experts, None
+    if counter is not None:
+        is_balanced = coefficient_of(spec.config) > 0
+        experts = ExpertRecorder(counter, strategy, trainer.ctx.comm, is_balanced)
     logger = StepLogger(
-        trainer.metrics, trainer.anomalies, data.order, trainer.ctx, row_tokens, sources, metrics
+        trainer.metrics,
+        trainer.anomalies,
+        data.order,
+        trainer.ctx,
+        row_tokens,
+        sources,
+        metrics,
+        experts,
     )
+    # The recorder of the experts adds a step before it is logged.
+    loggers: list[Callback] = [logger] if experts is None else [experts, logger]
     if data.counts is None:
-        return [logger]
-    return [logger, RowCounter(trainer.ctx, strategy, data, names)]
+        return loggers
+    return [*loggers, RowCounter(trainer.ctx, strategy, data, names)]

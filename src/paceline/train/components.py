@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from paceline.distributed.seeds import seed_everything
 from paceline.distributed.side_group import SideGroup
 from paceline.models.adapters.quantize import move_scales
 from paceline.models.context.place import ContextPlace
+from paceline.models.experts.counts import count_experts
 from paceline.models.shape.outline import Probe, outline
 from paceline.models.transforms.activation_offloading import reduce_activations
 from paceline.models.transforms.compile import compile_blocks
@@ -143,7 +145,9 @@ def build_components(
         probe = Probe(lambda model: task.loss(model, task.collate([datasets[0][0]])), rows=1)
     strategy.probe = None if probe is None else probe.run
     digest = frozen_digest(model)
+    experts = count_experts(model, comm.device)
     components = distribute(task, model, strategy, spec.config, spec.derived, probe, digest)
+    components = replace(components, experts=experts)
     notices += strategy.notices
     options, of_loader = loader_options(
         spec.config.train_args,

@@ -4,7 +4,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -28,12 +28,14 @@ from paceline.core.events import StepFigures
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.core.texts import UserText
+from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.rank_zero import rank_zero_phase
 from paceline.distributed.side_group import SideGroup
 from paceline.distributed.timing.progress import PROGRESS, ProgressTracker
 from paceline.health.loss_spikes import LossSpike
 from paceline.models.adapters.initialization import subtract_adapters
+from paceline.models.experts.counts import ExpertCounter
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.strategy import Strategy
 from paceline.tasks.base import Task
@@ -74,6 +76,7 @@ class TrainComponents:
         model: the module that the strategy's ``setup`` returned.
         shape: shape of the model as the task built it, before it was distributed.
         frozen_digest: digest of the frozen weights, or None if all weights are trained.
+        experts: the counter of the tokens of the model's experts; None without experts.
     """
 
     task: Task
@@ -84,6 +87,14 @@ class TrainComponents:
     lr_schedule: Schedule
     precision: Precision
     frozen_digest: str | None
+    experts: ExpertCounter | None = None
+
+    def counting(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        """Return a context in which this thread computes the loss of a micro-batch, and the tokens
+        of the experts are counted. A filler has no tokens."""
+        if self.experts is None or not batch.samples:
+            return nullcontext()
+        return self.experts.counting(batch.data)
 
 
 @dataclass

@@ -183,7 +183,8 @@ class Trainer:
         timer: ComputeTimer | None,
     ) -> MicroStep:
         """Return the function with which the strategy computes the loss of a micro-batch."""
-        task, precision = self.components.task, self.components.precision
+        components, task = self.components, self.components.task
+        precision = components.precision
         progress, step, args = self.ctx.progress, self.state.step, self.spec.config.train_args
         first_number, is_first_step = self.data.first_micro_batch, step == self.state.first_step
         part = self.strategy.part_of_rows
@@ -192,7 +193,7 @@ class Trainer:
             batch = batches[number]
             progress.enter("forward")
             seed_everything(args.seed, "step", step, first_number + number, *part)
-            with precision.autocast():
+            with precision.autocast(), components.counting(batch):
                 loss = task.loss(model, batch.data)
             if is_first_step:
                 check_task_loss(loss)

@@ -8,7 +8,8 @@ A name is one of
 - ``ddp-balance``, ``zero1-balance``: that mode with unequal shares of the micro-batches, see
   :func:`trial_config`;
 - sizes of axes, joined by dashes: ``data2-tensor2``, ``shard2-pipeline2``,
-  ``data2-shard2-tensor2``;
+  ``data2-shard2-tensor2``; with ``expert`` for the ranks that the experts are divided among:
+  ``data4-expert2``;
 - a user's strategy: ``./file.py:SPEC``;
 - ``hybrid``: all the products of axes that fit; ``all``: every mode.
 """
@@ -37,7 +38,9 @@ _AXES = ("data", "shard", "context", "tensor", "pipeline")
 _STAGES = (1, 2, 3)
 _SCHEDULES: tuple[str, ...] = get_args(Parallel.model_fields["pipeline_schedule"].annotation)
 _BALANCED = ("ddp", "zero1")
-_AXIS = re.compile(rf"({'|'.join(_AXES)})([1-9][0-9]*)")
+#: Sizes in a name: the axes, and the number of ranks that the experts are divided among.
+_SIZES = (*_AXES, "expert")
+_AXIS = re.compile(rf"({'|'.join(_SIZES)})([1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
         )
     ranks = 1 if name == "single" else world_size
     update = {
-        **dict.fromkeys(_AXES),
+        **dict.fromkeys(_SIZES),
         **settings,
         "mode": mode,
         "balance": _weights(config, ranks) if variant == "balance" else "equal",

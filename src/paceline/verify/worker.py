@@ -175,6 +175,7 @@ def _train(
         trial.spec.derived.gradient_accumulation_steps,
         statistics.fmean(_after_first(positions)),
         labels=statistics.fmean(_after_first(labels)),
+        exchanged_rows=strategy.exchanged_rows(),
     )
     work = with_rows(work, components.task, [row for step in _after_first(rows) for row in step])
     layout = trial.spec.layout
@@ -213,6 +214,8 @@ def _train_steps(
         for number in range(total):
             if trainer.run_step().stop or trainer.anomalies.is_exhausted:
                 return False
+            if number == 0:
+                trainer.strategy.exchanged_rows()
             if shows_progress:
                 progress.show(partial("{}: step {}/{}".format, prefix, number + 1, total))
     finally:

@@ -64,7 +64,7 @@ _SIZES: dict[str, Convert] = {
     "mp_replicate_size": size("parallel.data"),
     "cp_size": size("parallel.context"),
     "sp_size": size("parallel.context"),
-    "ep_size": by_case("expert_parallel_size"),
+    "ep_size": size("parallel.expert"),
 }
 _SIZE_DETAILS = ("cp_", "sp_", "ep_", "tp_", "dp_")
 

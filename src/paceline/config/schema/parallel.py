@@ -74,6 +74,14 @@ class Parallel(Section):
             " `gather` (all keys and values on each rank), or the fastest by estimate."
         ),
     )
+    expert: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description=(
+            "Number of ranks that the experts of each layer are divided among (with `hybrid`):"
+            " adjacent ranks of the axes data, shard and context, which send tokens to each other."
+            " It divides their number and the number of experts."
+        ),
+    )
     tensor_plan: dict[str, str] = Field(
         default_factory=dict,
         description=(

@@ -91,7 +91,7 @@ def _stored(config: Config, layout: ParallelLayout) -> StoredCheck:
         parallel.tensor_plan,
         [layout.axes.pipeline, parallel.pipeline_schedule, parallel.stages_per_rank],
         [layout.axes.tensor, parallel.sequence_parallel],
-        layout.axes.context,
+        [layout.axes.context, layout.axes.expert],
     )
 
 

@@ -114,6 +114,8 @@ class RouterLoss:
         """
         import torch
 
+        from paceline.models.experts.counts import record_aux_loss  # imports torch
+
         counts = torch.stack([totals[name] for name in self.total_names[: self.num_experts]])
         num_rows = totals[_ROWS].clamp(min=1.0)
         flat = None if mask is None else mask.reshape(-1, 1).to(counts.device, torch.float32)
@@ -122,4 +124,6 @@ class RouterLoss:
             shares = logits.softmax(-1).float()
             sums = sums + (shares if flat is None else shares * flat).sum(0)
         scale = self.coefficient * self.num_experts * totals[_COUNT] / num_rows.square()
-        return (sums * counts).sum() * scale
+        product = (sums * counts).sum()
+        record_aux_loss(product * (self.num_experts / num_rows.square()))
+        return product * scale

@@ -23,6 +23,10 @@ def step_scalars(step: StepEvent, global_batch_size: float | None) -> dict[str, 
         "time/comm_wait_s": step.get("comm_wait_s"),
     }
     scalars |= {f"train/{name}": value for name, value in (step.get("metrics") or {}).items()}
+    experts = step.get("experts")
+    if experts is not None:
+        scalars["experts/max_over_mean"] = experts["max_over_mean"]
+        scalars["experts/aux_loss"] = experts["aux_loss"]
     for source in step.get("sources", []):
         scalars[f"source/{source['name']}/loss"] = source["loss"]
         scalars[f"source/{source['name']}/tokens"] = source["tokens"]

@@ -311,6 +311,7 @@ def draw_plots(
         _time_plot(steps),
         _memory_plot(steps),
         Plot("Gradient norm", "", grad_norm, from_zero=True, notes=norm_notes),
+        *_expert_plots(steps),
     ]
     markers: list[tuple[int, str]] = [
         (step, PageText("resumed at step {step}", step=f"{step:,}")) for step in resumed_from
@@ -392,6 +393,22 @@ def _memory_plot(steps: list[StepEvent]) -> Plot:
         Series("minimum", points([min(sizes, default=None) for sizes in known]), "c2"),
     ]
     return Plot(PageText("Memory, {ranks} ranks", ranks=world_size), unit, series, from_zero=True)
+
+
+def _expert_plots(steps: list[StepEvent]) -> list[Plot]:
+    """Plot the load of the experts and their auxiliary loss. A model without experts has
+    neither."""
+    load: list[Point] = []
+    loss: list[Point] = []
+    for step in steps:
+        experts = step.get("experts")
+        ratio = experts["max_over_mean"] if experts else None
+        load.append((step["step"], formatting.finite(ratio)))
+        loss.append((step["step"], formatting.finite(experts["aux_loss"] if experts else None)))
+    return [
+        Plot("Load of the experts, maximum over mean", "", [Series("load", load, "c6")]),
+        Plot("Auxiliary loss of the experts", "", [Series("auxiliary loss", loss, "c7")]),
+    ]
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from paceline.observe.report.certificate import Certificate, certificate_page
 from paceline.observe.report.charts import draw_plots
 from paceline.observe.report.tables import (
     communication_rows,
+    expert_table,
     memory_table,
     rank_table,
     source_table,
@@ -78,6 +79,7 @@ def render_report(
         "data": _data_rows(data or start.get("data") or {}, data.get("skipped_batches")),
         "packing": packing and formatting.packing_line(packing),
         "sources": source_table(report),
+        "experts": expert_table(report),
         "predictions": _predictions(report),
         "communication": communication_rows(report),
         "certificate": certificate and certificate_page(certificate),

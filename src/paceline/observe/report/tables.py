@@ -69,6 +69,26 @@ def source_table(report: Report) -> FigureTable:
     return FigureTable(["samples", "tokens", "epochs", "first loss", "final loss"], rows)
 
 
+def expert_table(report: Report) -> FigureTable:
+    """Return the tokens of the experts of each layer; empty for a model without experts."""
+    rows = []
+    for layer in (report.get("experts") or {}).get("layers", []):
+        tokens = layer["tokens"]
+        mean = sum(tokens) / max(1, len(tokens))
+        rows.append(
+            [
+                layer["name"],
+                formatting.count(len(tokens)),
+                formatting.count(min(tokens, default=None)),
+                formatting.count(round(mean)),
+                formatting.count(max(tokens, default=None)),
+                f"{max(tokens) / mean:.3f}" if mean else formatting.UNKNOWN,
+            ]
+        )
+    columns = ["experts", "fewest tokens", "mean tokens", "most tokens", "maximum over mean"]
+    return FigureTable(columns, rows, (report.get("experts") or {}).get("from_step"))
+
+
 def memory_table(events: Sequence[Event], start: RunStartEvent) -> FigureTable:
     """Return the predicted maximum memory and the measured memory of each rank. Empty if memory was
     not measured.

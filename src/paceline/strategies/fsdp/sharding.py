@@ -39,6 +39,20 @@ from paceline.strategies.fsdp.cost import shard_dim
 _MESSAGE_BYTES = 64 << 20
 
 
+@dataclass(frozen=True)
+class OwnUnits:
+    """Modules whose parameters are sharded over another group of ranks than the rest of the model,
+    without replicas.
+
+    Args:
+        modules: the modules, each a unit of its own. Their values differ between groups.
+        group: the ranks that hold the same parameters.
+    """
+
+    modules: tuple[nn.Module, ...]
+    group: Communicator
+
+
 @dataclass
 class ShardedParam:
     """This rank's part of a trained parameter.
@@ -104,6 +118,8 @@ class FSDPSharding:
         offload: whether to keep shards, gradients and optimizer state in host memory.
         blocks: modules that are gathered one at a time; default: the result of
             :func:`~paceline.models.blocks.find_blocks`.
+        own: modules that are sharded over other ranks, such as experts; None if there are none. The
+            values of the model are then the same already on the ranks that hold them.
 
     Raises:
         ConfigError: if the trained parameters have several dtypes.
@@ -119,8 +135,11 @@ class FSDPSharding:
         reshard_after_forward: bool = True,
         offload: bool = False,
         blocks: list[nn.Module] | None = None,
+        own: OwnUnits | None = None,
     ) -> None:
         self.model = model
+        self._own = own
+        self._own_names = _names_in(model, () if own is None else own.modules)
         self.shards = world.subgroup("shard", "context")
         self.copies = world.subgroup("data")
         self.replicas = world.subgroup("data", "shard", "context")
@@ -129,7 +148,8 @@ class FSDPSharding:
         #: Peak bytes of gathered weights between a forward and its backward, in stage 2.
         self.gathered_bytes = 0
         _check_dtypes(model)
-        sync_weights(model, self.replicas)
+        if own is None:
+            sync_weights(model, self.replicas)
         self.changing_buffers = changing_buffers(model) if self.replicas.size > 1 else []
         self._persistent = list(persistent_buffers(model))
         self._shapes = {
@@ -190,17 +210,18 @@ class FSDPSharding:
             blocks = [block for _, block in find_blocks(self.model)]
         modules = [unit for block in blocks for unit in _callable(block) if unit not in norms]
         embedding, head = self._ends()
-        size = self.shards.size
+        own = [] if self._own is None else list(self._own.modules)
         on_host = CPUOffloadPolicy(pin_memory=self.shards.device.type != "cpu")
+        mesh, own_mesh = self._make_mesh(), self._make_own_mesh()
         shard = partial(
             fully_shard,
-            mesh=self._make_mesh(),
-            shard_placement_fn=lambda each: Shard(shard_dim(tuple(each.shape), size)),
             offload_policy=on_host if offload else OffloadPolicy(),
             ignored_params=self._unmanaged or None,
         )
         separate = _separate(self.model, [*norms, *modules], self._unmanaged)
         units: list[FSDPModule] = []
+        # Inner units come first.
+        separate = [*own, *(module for module in separate if module not in own)]
         for unit in [*([module] for module in separate), embedding, head, [self.model]]:
             if not unit:
                 continue
@@ -208,8 +229,12 @@ class FSDPSharding:
             convert_weights(weight for module in unit for weight in module.parameters())
             # Backward begins with the head and the root.
             is_last = unit[0] is self.model or unit is head
+            is_own = self._own is not None and unit[0] in own
+            group = self._own.group if self._own is not None and is_own else self.shards
             shard(
                 unit if len(unit) > 1 else unit[0],
+                mesh=own_mesh if is_own else mesh,
+                shard_placement_fn=partial(_placement, group.size),
                 mp_policy=unchanged if unit[0] in norms else mixed,
                 reshard_after_forward=not (self.keeps_weights or is_last),
             )
@@ -263,12 +288,21 @@ class FSDPSharding:
             mesh_dim_names=("replicate", "shard"),
         )
 
+    def _make_own_mesh(self) -> DeviceMesh | None:
+        """Return the mesh of the modules that are sharded over other ranks."""
+        if self._own is None:
+            return None
+        group, device_type = _group(self._own.group), self.shards.device.type
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
+
     def _shard_of(self, name: str, parameter: nn.Parameter) -> ShardedParam:
         if parameter in self._unmanaged:
             return ShardedParam(name, parameter, parameter, (), (), is_sharded=False)
-        shape = self._shapes[name]
-        shard = shard_dim(shape, self.shards.size)
-        begin = min(shape[shard], math.ceil(shape[shard] / self.shards.size) * self.shards.rank)
+        shape, group = self._shapes[name], self.shards
+        if self._own is not None and name in self._own_names:
+            group = self._own.group
+        shard = shard_dim(shape, group.size)
+        begin = min(shape[shard], math.ceil(shape[shard] / group.size) * group.rank)
         offset = tuple(begin if dim == shard else 0 for dim in range(len(shape)))
         values = nn.Parameter(local_tensor(parameter.detach()))
         return ShardedParam(name, parameter, values, shape, offset, is_sharded=True)
@@ -357,6 +391,7 @@ class FSDPSharding:
     def tensor_shards(self) -> Iterator[TensorShard]:
         for piece in self.pieces:
             owned = self.copies.is_rank_zero if piece.is_sharded else self.replicas.is_rank_zero
+            owned = owned or piece.name in self._own_names
             yield TensorShard(
                 piece.name, piece.values, piece.shape, piece.offset, key=piece.values, owned=owned
             )
@@ -369,6 +404,16 @@ class FSDPSharding:
         weights."""
         gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
         return [*self._managed, *self._unmanaged, *all_buffers(self.model), *gradients]
+
+
+def _names_in(model: nn.Module, modules: Iterable[nn.Module]) -> frozenset[str]:
+    """Return the names of the parameters within some modules of a model."""
+    inside = {parameter for module in modules for parameter in module.parameters()}
+    return frozenset(name for name, each in model.named_parameters() if each in inside)
+
+
+def _placement(size: int, parameter: nn.Parameter) -> Shard:
+    return Shard(shard_dim(tuple(parameter.shape), size))
 
 
 def _gradient(piece: ShardedParam) -> torch.Tensor:

@@ -26,6 +26,7 @@ from paceline.models.tensor_plan.style import (
 )
 from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.cost import Cost, Workload
+from paceline.strategies.expert.cost import exchange_bytes, expert_width, split_experts
 from paceline.strategies.fsdp.cost import estimate_zero3
 from paceline.strategies.pipeline.cost import PipelineCost, pipeline_cost
 from paceline.strategies.reducers.compression.cost import communication_cost
@@ -114,6 +115,8 @@ def _stage_cost(
     stage: _Stage, model: ModelShape, axes: ParallelDims, work: Workload, config: Config
 ) -> Cost:
     part = _part_of_stage(stage.shape, axes.tensor)
+    if axes.expert > 1:
+        return _with_experts(part, axes, work, config)
     if axes.shard > 1:
         sharded = ParallelDims(data=axes.data, shard=axes.shard)
         stage_work = replace(work, activations=stage.activations)
@@ -135,6 +138,36 @@ def _stage_cost(
         if size_bytes:
             traffic[collective] = traffic.get(collective, 0) + size_bytes
     return replace(base, traffic=traffic)
+
+
+def _with_experts(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    """Return the cost if ranks divide the experts. The ranks with the same experts reduce or shard
+    them."""
+    rest_shape, experts_shape = shape.memoize(
+        ("experts", axes.expert), lambda: split_experts(shape, axes.expert)
+    )
+    stage = _Stage(rest_shape, activations=work.activations)
+    rest = _stage_cost(stage, rest_shape, replace(axes, expert=1), work, config)
+    copies = axes.size // axes.expert
+    if axes.shard > 1:
+        # Their weights are gathered in addition to the weights of the block.
+        no_activations = replace(work, activations=NO_ACTIVATIONS)
+        experts = estimate_zero3(experts_shape, ParallelDims(shard=copies), no_activations, config)
+        activations = rest.activations + experts.activations
+    else:
+        experts = _replicated(experts_shape, ParallelDims(data=copies), config)
+        activations = work.activations.peak(trained_matrices(shape))
+    traffic = Counter(rest.traffic)
+    traffic.update(experts.traffic)
+    traffic["all_to_all"] += exchange_bytes(shape, axes, work, config)
+    return replace(
+        rest,
+        parameters=rest.parameters + experts.parameters,
+        gradients=rest.gradients + experts.gradients,
+        optimizer=rest.optimizer + experts.optimizer,
+        activations=activations,
+        traffic=traffic,
+    )
 
 
 def _part_of_stage(shape: ModelShape, size: int) -> ModelShape:
@@ -305,7 +338,7 @@ def _layers(stage: ModelShape, model: ModelShape) -> list[_Layer]:
         weight = shapes.get(f"{name}.weight") or shapes.get(f"{name}.base_layer.weight")
         experts = inside.get(name, [])
         if kind == EXPERTS and experts:
-            width = _expert_width(experts)
+            width = expert_width(experts)
             layers += [
                 _Layer(EXPERTS, width, use.needs_gradient, use.is_repeated, number)
                 for use in uses_of.get(name, ())
@@ -373,16 +406,6 @@ def _likely_uses(
             needs_gradient = is_reached or kind != EXPERTS
             uses[name], shared = LayerUse(needs_gradient, is_repeated=not ends_block), None
     return {name: (use,) for name, use in uses.items()}
-
-
-def _expert_width(weights: list[TensorShape]) -> int:
-    """Return the width of the activations between layers: a size that all weights of the experts,
-    [experts, outputs, inputs], have in common."""
-    common = set(weights[0].shape[1:])
-    for tensor in weights:
-        if len(tensor.shape) == 3:
-            common &= set(tensor.shape[1:])
-    return min(common or {weights[0].shape[-1]})
 
 
 def _shared_bytes(stage: ModelShape, size: int) -> int:

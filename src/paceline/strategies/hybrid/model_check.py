@@ -6,6 +6,7 @@ from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import find_blocks
 from paceline.models.shape.trace import trace_model
+from paceline.strategies.expert.division import check_experts
 from paceline.strategies.pipeline.model_check import check_trace
 from paceline.strategies.pipeline.runner import divide_model
 from paceline.strategies.pipeline.stages import num_chunks
@@ -18,6 +19,8 @@ def check_model(model: Any, config: Config, dims: ParallelDims) -> None:
     Raises:
         ConfigError: if it cannot be divided into stages, or a step with split layers fails.
     """
+    if dims.expert > 1:
+        check_experts(model, dims.expert)
     if dims.pipeline > 1:
         check_stages(model, config, dims.pipeline)
     if dims.tensor > 1:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Capabilities, Limit, Subject
+from paceline.parallel.limits.experts import EXPERTS
 from paceline.parallel.limits.offload import (
     ON_DEVICE,
     USE_ZERO3,
@@ -49,6 +50,7 @@ def _no_click_models(subject: Subject | None = None) -> Limit:
 
 
 LIMITS = (
+    *EXPERTS,
     *STAGE_WITHOUT_PARAMETERS,
     no_compile(
         "collectives run inside the blocks, and graphs cannot contain them", with_dims("tensor")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.mesh import EXPERT, EXPERT_COPIES
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import RowRange
 from paceline.models.weights.load import deferred_conversion, move_model
@@ -43,6 +45,7 @@ from paceline.strategies.tensor.shard import TensorParallelizer, TensorSlice, ch
 from paceline.strategies.tensor.vocabulary import vocabulary_notices
 
 if TYPE_CHECKING:
+    from paceline.strategies.expert.division import ExpertParallelizer
     from paceline.strategies.fsdp.sharding import FSDPSharding
     from paceline.strategies.pipeline.runner import PipelineRunner
 
@@ -59,6 +62,8 @@ class HybridStrategy(BucketedStrategy):
         self.pipeline: PipelineRunner | None = None
         self.sharding: FSDPSharding | None = None
         self.buckets: GradientBuckets | None = None
+        self.experts: ExpertParallelizer | None = None
+        self.expert_buckets: GradientBuckets | None = None
 
     # -- setup
     def model_init_context(self) -> AbstractContextManager[None]:
@@ -76,6 +81,9 @@ class HybridStrategy(BucketedStrategy):
             self._divided_axes,
         ):
             self.world.subgroup(*names)  # every rank makes its groups in this order
+        if axes.expert > 1:
+            self.world.subgroup(EXPERT)
+            self.world.subgroup(EXPERT_COPIES)
         sync_weights(model, self.world)
         plan = None
         if axes.tensor > 1:
@@ -95,6 +103,12 @@ class HybridStrategy(BucketedStrategy):
                 model, self.world.subgroup("tensor"), self.config.parallel, plan
             )
             self.notices += self.tensor.notices
+        if axes.expert > 1:
+            from paceline.strategies.expert.division import ExpertParallelizer
+
+            self.experts = ExpertParallelizer(
+                model, self.world.subgroup(EXPERT), self.world.subgroup(EXPERT_COPIES)
+            )
         self.model = model
         # Sharding replaces the parameters, under the same names.
         partial = {id(parameter) for parameter in self.tensor.partial} if self.tensor else set()
@@ -102,20 +116,29 @@ class HybridStrategy(BucketedStrategy):
             name for name, parameter in model.named_parameters() if id(parameter) in partial
         ]
         if axes.shard > 1:
-            from paceline.strategies.fsdp.sharding import FSDPSharding
+            from paceline.strategies.fsdp.sharding import FSDPSharding, OwnUnits
 
+            own = None
+            if self.experts is not None:
+                own = OwnUnits(tuple(self.experts.modules), self.experts.copies)
             self.sharding = FSDPSharding(
                 model,
                 self.world,
                 low_dtype=low_dtype(self.config),
                 reduces_in_float32=self.config.parallel.reduce_dtype == "float32",
+                own=own,
             )
             self.trained = self.sharding.trained
         else:
             move_model(model, self.world.device)
             self.trained = trained_parameters(model)
             self.changing_buffers = changing_buffers(model) if self.replica_group.size > 1 else []
-            self.buckets, self.reducer = make_buckets(self, self.trained, self.replica_group)
+            rest = {name: each for name, each in self.trained.items() if not self._divides(name)}
+            self.buckets, self.reducer = make_buckets(self, rest, self.replica_group)
+            if self.experts is not None:
+                divided = [each for name, each in self.trained.items() if self._divides(name)]
+                cap_bytes = int(self.config.parallel.bucket_cap_mb * 2**20)
+                self.expert_buckets = GradientBuckets(divided, cap_bytes, self.experts.copies)
         if self.pipeline is not None and axes.shard * axes.context > 1:
             self.pipeline.replica_group = self.world.subgroup("shard", "context")
         return model
@@ -143,6 +166,8 @@ class HybridStrategy(BucketedStrategy):
         else:
             assert self.buckets is not None
             self.buckets.zero()
+            if self.expert_buckets is not None:
+                self.expert_buckets.zero()
 
     def last_backward(self, loss: torch.Tensor) -> None:
         if self.sharding is not None:
@@ -170,6 +195,10 @@ class HybridStrategy(BucketedStrategy):
         else:
             assert self.buckets is not None
             self.buckets.finish()
+            if self.expert_buckets is not None:
+                # Not during backward, in which the ranks exchange tokens: their order would differ.
+                self.expert_buckets.start_reducing()
+                self.expert_buckets.finish()
             self.replica_group.broadcast(self.changing_buffers)
         if self.tensor is not None:
             size = self.tensor.group.size
@@ -212,11 +241,8 @@ class HybridStrategy(BucketedStrategy):
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         counted = {name for name in self.trained if self._counts(name)}
-        if self.sharding is not None:
-            total = self.sharding.squared_norm(counted)
-        else:
-            gradients = [_gradient(self.trained[name]) for name in self.trained if name in counted]
-            total = squared_norm_of(gradients, self.world.device)
+        divided = {name for name in counted if self._divides(name)}
+        total = self._squared_norm(counted - divided)
         if self.tensor is not None:  # another rank of the tensor group counts these
             shared = self._shared_gradients()
             total -= squared_norm_of(
@@ -224,11 +250,38 @@ class HybridStrategy(BucketedStrategy):
             )
         group = self.world.subgroup(*self._divided_axes)
         group.wait(group.all_reduce(total))
-        scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
-        return clip_to(max_norm, total.sqrt().float(), scale)
+        if self.experts is not None:
+            # Without sharding, each rank of the group has experts that the others do not have.
+            of_experts = self._squared_norm(divided)
+            group = self.experts.group if self.sharding is None else self.world
+            group.wait(group.all_reduce(of_experts))
+            total += of_experts
+        return clip_to(max_norm, total.sqrt().float(), self._scale)
+
+    def _squared_norm(self, names: set[str]) -> torch.Tensor:
+        if self.sharding is not None:
+            return self.sharding.squared_norm(names)
+        gradients = [_gradient(self.trained[name]) for name in self.trained if name in names]
+        return squared_norm_of(gradients, self.world.device)
+
+    def _scale(self, factor: torch.Tensor) -> None:
+        if self.sharding is not None:
+            self.sharding.scale(factor)
+            return
+        for buckets in self._all_buckets():
+            buckets.scale(factor)
+
+    def _all_buckets(self) -> list[GradientBuckets]:
+        return [each for each in (self.buckets, self.expert_buckets) if each is not None]
+
+    def _divides(self, name: str) -> bool:
+        """Return whether ranks divide the experts of this parameter."""
+        return self.experts is not None and name in self.experts.cuts
 
     def local_grad_finite(self) -> torch.Tensor | None:
-        return None if self.buckets is None else self.buckets.local_sum()
+        if self.buckets is None:
+            return None
+        return torch.stack([each.local_sum() for each in self._all_buckets()]).sum()
 
     @property
     def replica_group(self) -> Communicator:
@@ -242,8 +295,12 @@ class HybridStrategy(BucketedStrategy):
         return (*sharded, "tensor", "pipeline")
 
     def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from trained_state(self)
-        yield from frozen_parts(self.model)
+        tensors = chain(trained_state(self), frozen_parts(self.model))
+        if self.experts is None:
+            yield from tensors
+            return
+        # Other ranks have the copies of an expert. A value of the optimizer is `NAME/KEY`.
+        yield from (each for each in tensors if not self._divides(each[0].partition("/")[0]))
 
     def _counts(self, name: str) -> bool:
         """Return whether this rank counts its elements of ``name`` in the norm. Exactly one rank of
@@ -268,6 +325,10 @@ class HybridStrategy(BucketedStrategy):
         for part in self._local_parts():
             owned = part.owned and first_replica and self._counts(part.name)
             cut = self.tensor.cuts.get(part.name) if self.tensor is not None else None
+            if self.experts is not None and part.name in self.experts.cuts:
+                cut = self.experts.cuts[part.name]
+                is_first = self.sharding is not None or self.experts.copies.is_rank_zero
+                owned = part.owned and is_first
             if cut is None:
                 yield replace(part, owned=owned)
             else:
@@ -298,7 +359,8 @@ class HybridStrategy(BucketedStrategy):
             return [*self.sharding.memory_tensors(), *optimizer_tensors(self.optimizer)]
         assert self.buckets is not None
         residuals = [] if self.reducer is None else self.reducer.memory_tensors()
-        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *residuals]
+        flats = [flat for buckets in self._all_buckets() for flat in buckets.flats]
+        state = [*flats, *optimizer_tensors(self.optimizer), *residuals]
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
     def after_load(self) -> None:
@@ -308,6 +370,9 @@ class HybridStrategy(BucketedStrategy):
     @property
     def comm_profile(self) -> CommProfile | None:
         return None if self.reducer is None else self.reducer.comm_profile
+
+    def exchanged_rows(self) -> tuple[float, float] | None:
+        return None if self.experts is None else self.experts.rows.take()
 
     @property
     def transient_bytes(self) -> int:

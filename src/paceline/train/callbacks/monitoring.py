@@ -23,6 +23,7 @@ from paceline.observe.memory import STEPS_BEFORE, emit_memory
 from paceline.observe.metrics import PendingFigures, StepMetrics, restart_peak
 from paceline.parallel.strategy import Strategy
 from paceline.train.callbacks.base import Callback
+from paceline.train.callbacks.experts import ExpertRecorder, PendingExperts
 from paceline.train.callbacks.sources import SourceRecorder
 from paceline.train.callbacks.task_metrics import MetricRecorder
 from paceline.train.state import RankContext, StepResult, TrainState
@@ -76,6 +77,7 @@ class _LoggedStep:
         steps: the steps since the logged one before, from 0.
         starts: index of the first number of the sources, and of the task's metrics, in the further
             numbers of a rank.
+        experts: the figures of the experts, or None.
     """
 
     step: int
@@ -83,6 +85,7 @@ class _LoggedStep:
     learning_rate: float | None
     figures: PendingFigures
     starts: tuple[int, int]
+    experts: PendingExperts | None
 
 
 class StepLogger(Callback):
@@ -93,6 +96,7 @@ class StepLogger(Callback):
         row_tokens: capacity of a packed row, or None if rows are samples.
         sources: the recorder of several sources, or None.
         task_metrics: the recorder of the task's metrics, or None.
+        experts: the recorder of the model's experts, or None.
 
     Attributes:
         on_logged: called on every rank with each logged step and its figures.
@@ -107,7 +111,9 @@ class StepLogger(Callback):
         row_tokens: int | None = None,
         sources: SourceRecorder | None = None,
         task_metrics: MetricRecorder | None = None,
+        experts: ExpertRecorder | None = None,
     ) -> None:
+        self.experts = experts
         self.task_metrics = task_metrics
         self.row_tokens = row_tokens
         self.sources = sources
@@ -161,7 +167,9 @@ class StepLogger(Callback):
             first = state.step - 1
         self._last_step = state.step
         steps = range(first, state.step)
-        return _LoggedStep(state.step, steps, result.learning_rate, figures, (starts[0], starts[1]))
+        experts = None if self.experts is None else self.experts.start()
+        both = starts[0], starts[1]
+        return _LoggedStep(state.step, steps, result.learning_rate, figures, both, experts)
 
     def _finish(self, result: StepResult | None) -> None:
         """Emit the event of the pending step, if there is one, and add its figures to the result of
@@ -170,6 +178,9 @@ class StepLogger(Callback):
         if logged is None:
             return
         figures = logged.figures.read()
+        experts = None if logged.experts is None else logged.experts.read()
+        if experts is not None:
+            figures["experts"] = experts
         self.anomalies.report_local_skips(logged.step, self.metrics.extra_by_rank)
         event: StepEvent = {
             "type": "step",

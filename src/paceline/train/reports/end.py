@@ -27,6 +27,7 @@ from paceline.observe.metrics import memory_peak
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import memory_bytes
+from paceline.train.callbacks.experts import ExpertRecorder
 from paceline.train.callbacks.monitoring import CommAdvice
 from paceline.train.reports.figures import data_figures, workload
 from paceline.train.trainer import Trainer
@@ -108,6 +109,10 @@ def build_report(trainer: Trainer, status: str, best: BestModel | None) -> Repor
         report["packing"] = _packing(trainer, step, report["train_tokens"])
     if trainer.spec.data.source_figures:
         report["sources"] = _sources(trainer, times_read, steps)
+    experts = trainer.callbacks.find(ExpertRecorder)
+    if experts is not None:
+        experts.update_total()
+        report["experts"] = experts.report(trainer.spec.layout.axes.expert)
     if cost.traffic_is_bound:
         report["traffic_bytes_per_step"]["bound"] = True
     if communication:

@@ -7,6 +7,7 @@ import numpy as np
 
 from paceline.core.events import Event
 from paceline.core.formatting import max_over_ranks, number
+from paceline.web.files import as_object
 
 #: The series of a run, and their units.
 SERIES = {
@@ -22,6 +23,8 @@ SERIES = {
     "data_wait_s": "s",
     "comm_wait_s": "s",
     "traffic_bytes": "bytes, of the busiest rank",
+    "expert_load": "tokens of the busiest expert, by the mean of its layer",
+    "aux_loss": "",
 }
 ROW = np.dtype(
     [
@@ -33,7 +36,7 @@ ROW = np.dtype(
     ]
 )
 _CHUNK_ROWS = 1 << 15
-#: 1,048,576 rows of 80 bytes: 80 MiB. Of a longer run, every second, fourth, … step is kept.
+#: 1,048,576 rows of 88 bytes: 88 MiB. Of a longer run, every second, fourth, … step is kept.
 MAX_ROWS = 1 << 20
 _MAX_STEP = 1 << 53
 _MAX_FLOAT = 10**300
@@ -140,6 +143,7 @@ def step_row(
     sent = np.nan
     if isinstance(traffic, dict) and traffic:
         sent = sum(_figure(size) for size in traffic.values())
+    experts = as_object(event.get("experts"))
     return (
         offset,
         step,
@@ -157,6 +161,8 @@ def step_row(
         _figure(event.get("data_wait_s")),
         _figure(event.get("comm_wait_s")),
         sent,
+        _figure(experts.get("max_over_mean")),
+        _figure(experts.get("aux_loss")),
     )
 
 

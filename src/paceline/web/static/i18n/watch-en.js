@@ -127,6 +127,13 @@ export const en = {
   "m.traffic_bytes": "Traffic",
   "m.traffic_bytes.is": "Bytes that the busiest rank sends per step.",
   "m.traffic_bytes.unit": "per step",
+  "m.expert_load": "Load of the experts",
+  "m.expert_load.is":
+    "Tokens of the expert with the most tokens, divided by the mean of its layer: the largest such ratio of all layers. 1: all experts get the same number.",
+  "m.expert_load.unit": "largest share over mean",
+  "m.aux_loss": "Auxiliary loss",
+  "m.aux_loss.is": "The loss that balances the experts, without its coefficient.",
+  "m.aux_loss.unit": "of the experts",
 
   "line.raw": "training",
   "line.smooth": "training, smoothed",

@@ -106,6 +106,13 @@ export const zh = {
   "m.traffic_bytes": "通信量",
   "m.traffic_bytes.is": "发送量最大的 rank 每步发送的字节数。",
   "m.traffic_bytes.unit": "每步",
+  "m.expert_load": "专家负载",
+  "m.expert_load.is":
+    "一层中 token 最多的专家的 token 数除以该层的平均值，取各层中最大的一个。1 表示各专家的 token 数相同。",
+  "m.expert_load.unit": "最大值与平均值之比",
+  "m.aux_loss": "辅助损失",
+  "m.aux_loss.is": "使各专家负载均衡的损失，未乘系数。",
+  "m.aux_loss.unit": "专家",
 
   "line.raw": "训练",
   "line.smooth": "训练（平滑）",

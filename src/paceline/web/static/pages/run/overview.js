@@ -29,6 +29,8 @@ const METRICS = [
   },
   { name: "memory_bytes", color: "--s8", format: format.bytes, min: 0 },
   { name: "traffic_bytes", color: "--s5", format: format.bytes, min: 0 },
+  { name: "expert_load", color: "--s6", format: format.digits, min: 1 },
+  { name: "aux_loss", color: "--s7", format: format.digits },
 ];
 const MARKS_SHOWN = 100;
 

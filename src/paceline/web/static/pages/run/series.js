@@ -14,6 +14,8 @@ export const SERIES_NAMES = [
   "data_wait_s",
   "comm_wait_s",
   "traffic_bytes",
+  "expert_load",
+  "aux_loss",
 ];
 const POINTS = 1200;
 
@@ -63,6 +65,8 @@ function valueOf(name, event) {
     return event.tokens && event.step_time_s ? event.tokens / event.step_time_s : null;
   if (name === "traffic_bytes")
     return event.traffic ? Object.values(event.traffic).reduce((a, b) => a + b, 0) : null;
+  if (name === "expert_load") return event.experts?.max_over_mean ?? null;
+  if (name === "aux_loss") return event.experts?.aux_loss ?? null;
   const value = event[name];
   return Array.isArray(value)
     ? value.reduce((max, rankValue) => Math.max(max, rankValue ?? 0), 0) || null
