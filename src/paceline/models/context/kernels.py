@@ -218,6 +218,10 @@ def _calls(blocks: Sequence[AttentionBlock], like: torch.Tensor) -> Iterator[_Va
     for window, group in groups.items():
         queries = tuple(block.num_queries for block in group)
         keys = tuple(block.num_keys for block in group)
+        if window == FULL and max(queries) == 1:
+            # For single queries without a window, flash attention exchanges heads and tokens, and
+            # leaves the log-sum-exp in that order.
+            window = Window(max(keys), -1)
         yield _VarlenCall(
             [block.queries for block in group],
             [block.keys for block in group],
