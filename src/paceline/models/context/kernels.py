@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from paceline.distributed import torch_compat
+from paceline.distributed.host_copies import tensor_of
 from paceline.models.attention import has_varlen
 from paceline.models.context.blocks import CAUSAL, FULL, AttentionBlock, TokenRange, Window
 from paceline.models.kernels.attention_choice import VARLEN
@@ -240,7 +241,7 @@ def cumulative(lengths: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)  # all layers need the same few tensors, so the host copies each once
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return tensor_of([0, *accumulate(lengths)], torch.int32, device)
 
 
 def take(tensor: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
