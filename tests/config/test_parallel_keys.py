@@ -189,12 +189,32 @@ ND = (
             "fsdp: full_shard\ntensor_parallel_size: 2\nnproc_per_node: 8",
             {"mode": "hybrid", "tensor": 2, "shard": 4, "num_gpus": 8},
         ),
+        ("context_parallel_size: 1\nsequence_parallel_size: 1\nexpert_parallel_size: 1", {}),
+        *(
+            (f"{key}: 2", {"context": 2})
+            for key in (
+                "context_parallel_size",
+                "context_parallel_degree",
+                "sequence_parallel_size",
+                "sequence_parallel_degree",
+                "ulysses_parallel_size",
+                "ring_attention_size",
+            )
+        ),
+        ("cp_size: 2\ncp_mode: ulysses", {"context": 2, "context_method": "ulysses"}),
+        (
+            "context_parallel_size: 4\nring_attn_func: varlen_llama3",
+            {"context": 4, "context_method": "gather"},
+        ),
+        ("parallelism_config: {cp_size: 8}", {"context": 8}),
+        ("parallelism_config: {parallelism_config_sp_size: 2}", {"context": 2}),
+        ("dist_config: {name: fsdp2, cp_size: 2}", {"mode": "zero3", "context": 2}),
         (
             (
-                "context_parallel_size: 1\nsequence_parallel_size: 1\nexpert_parallel_size:"
-                " 1\ncp_mode: ulysses"
+                "fsdp: full_shard\ncontext_parallel_size: 2\ntensor_parallel_size: 2\n"
+                "nproc_per_node: 8"
             ),
-            {},
+            {"mode": "hybrid", "context": 2, "tensor": 2, "shard": 2, "num_gpus": 8},
         ),
         ("ddp: true", {"mode": "ddp"}),
     ],
@@ -278,11 +298,7 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("context_parallel_size: 2", "context parallelism is not supported"),
-        ("sequence_parallel_size: 4", "context parallelism is not supported"),
-        ("cp_size: 2\ncp_mode: ulysses", "context parallelism is not supported"),
-        ("parallelism_config: {cp_size: 8}", "`cp_size: 8`: context parallelism"),
-        ("dist_config: {name: fsdp2, cp_size: 2}", "context parallelism is not supported"),
+        ("cp_size: 2\ncp_mode: pipelined", "not a method of context parallelism"),
         ("expert_parallel_size: 2", "expert parallelism is not supported"),
         ("deepspeed_autotp_size: 2", "mode: hybrid, tensor: 2"),
         ("zero_hpz_partition_size: 8", "secondary partition"),

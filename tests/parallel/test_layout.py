@@ -31,6 +31,14 @@ from paceline.parallel.strategy import Strategy
         ({"mode": "zero3", "shard": 2}, 4, "zero3", ParallelDims(data=2, shard=2)),
         ({"mode": "pipeline"}, 4, "pipeline", ParallelDims(pipeline=4)),
         ({"tensor": 2}, 4, "hybrid", ParallelDims(data=2, tensor=2)),
+        ({"mode": "cp"}, 4, "context", ParallelDims(context=4)),
+        ({"mode": "context", "context": 2}, 4, "context", ParallelDims(data=2, context=2)),
+        ({"context": 2}, 4, "hybrid", ParallelDims(data=2, context=2)),
+        ({"mode": "ddp", "context": 2}, 4, "ddp", ParallelDims(data=2, context=2)),
+        ({"mode": "zero3", "context": 2}, 4, "zero3", ParallelDims(shard=2, context=2)),
+        ({"mode": "zero2", "context": 4}, 4, "zero2", ParallelDims(context=4)),
+        ({"mode": "tensor", "context": 2}, 4, "tensor", ParallelDims(tensor=2, context=2)),
+        ({"mode": "pipeline", "context": 2}, 4, "pipeline", ParallelDims(pipeline=2, context=2)),
         (
             {"data": 2, "shard": 1, "tensor": 2, "pipeline": 1},
             4,
@@ -74,6 +82,8 @@ def test_dp_has_one_process() -> None:
         ),
         ({"mode": "zero2", "pipeline": 2}, 4, ["has no such dimension", "`parallel.shard`"]),
         ({"mode": "ddp", "data": 2}, 4, ["`parallel.data: 2`", "4 ranks"]),
+        ({"mode": "zero1", "context": 2}, 4, ["`parallel.context: 2`", "no such dimension"]),
+        ({"mode": "deepspeed", "context": 2}, 4, ["`parallel.context: 2`", "no such dimension"]),
     ],
 )
 def test_rejects_sizes_that_do_not_fit(

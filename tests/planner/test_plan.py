@@ -48,7 +48,7 @@ def write_model_config(folder: Path, hidden: int = 2048, layers: int = 12) -> st
 
 def test_candidates_cover_all_modes_and_meshes() -> None:
     names = [layout.strategy for layout in candidates(config(), 8)]
-    assert names[:9] == [
+    assert names[:10] == [
         "single",
         "ddp",
         "zero1",
@@ -57,10 +57,11 @@ def test_candidates_cover_all_modes_and_meshes() -> None:
         "deepspeed",
         "tensor",
         "pipeline",
+        "context",
         "dp",
     ]
     meshes = [layout.axes for layout in candidates(config(), 8) if layout.strategy == "hybrid"]
-    assert len(meshes) == len(set(meshes)) == 16
+    assert len(meshes) == len(set(meshes)) == 20
     assert {layout.size for layout in meshes} == {8}
     assert [layout.strategy for layout in candidates(config(), 1)] == ["single"]
     zero3 = config(parallel={"mode": "zero3", "data": 2})

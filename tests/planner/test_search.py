@@ -118,7 +118,7 @@ def test_never_changes_what_the_config_sets(model: str) -> None:
         if each is not None:
             assert set(each["settings"]) <= {
                 "parallel.mode", "parallel.data", "parallel.shard", "parallel.tensor",
-                "parallel.pipeline",
+                "parallel.pipeline", "parallel.context",
             }  # fmt: skip
     open_keys = {"model": model, "dataset": "none"}
     changed = paceline.plan(open_keys, world_size=1, device="A100-40GB", budget="9GB")

@@ -8,12 +8,14 @@ import torch
 from raised import raises_error
 from ranks import run_ranks
 from states import assemble, copy_shards
-from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
+from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
+from paceline.models.head.softmax import LogitTransform
+from paceline.models.head.transform import output_head
 from paceline.models.shape.outline import outline
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.parallel.cost import Workload
@@ -83,12 +85,16 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first_step=
                 if config.train_args.precision == "bf16-mixed"
                 else contextlib.nullcontext()
             ):
-                logits = module(input_ids=ids, position_ids=position_ids, use_cache=False).logits[
-                    0, :-1
-                ]
-            loss = functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum") / (
-                MICRO_BATCHES * TOKENS
-            )
+                chunks = ChunkedLoss(
+                    output_head(module),
+                    LogitTransform(),
+                    ids[0, 1:],
+                    torch.arange(TOKENS - 1),
+                    TOKENS,
+                )
+                with chunked_loss(chunks):
+                    output = module(input_ids=ids, position_ids=position_ids, use_cache=False)
+                loss = chunks.result(output.logits) / (MICRO_BATCHES * TOKENS)
             seen.append(loss.detach())
             return loss
 
@@ -105,26 +111,31 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first_step=
 
 
 LAYOUTS = [
-    (ParallelDims(tensor=2), {}, {}, False),
+    (ParallelDims(tensor=2), {"sequence_parallel": False}, {}, False),
+    pytest.param(ParallelDims(tensor=2), {}, {}, False, marks=pytest.mark.soak),
     pytest.param(
         ParallelDims(tensor=2),
-        {"sequence_parallel": True},
+        {},
         {"gradient_checkpointing": "full"},
         False,
         marks=pytest.mark.soak,
     ),
     pytest.param(
-        ParallelDims(tensor=2), {}, {"gradient_checkpointing": "full"}, True, marks=pytest.mark.soak
+        ParallelDims(tensor=2),
+        {"sequence_parallel": False},
+        {"gradient_checkpointing": "full"},
+        True,
+        marks=pytest.mark.soak,
     ),
     pytest.param(
         ParallelDims(tensor=2),
-        {},
+        {"sequence_parallel": False},
         {"gradient_checkpointing": "selective"},
         False,
         marks=pytest.mark.soak,
     ),
     pytest.param(ParallelDims(shard=2, tensor=2), {}, {}, False, marks=pytest.mark.soak),
-    (ParallelDims(data=2, tensor=2), {"sequence_parallel": True}, {}, True),
+    (ParallelDims(data=2, tensor=2), {}, {}, True),
 ]
 
 
@@ -144,7 +155,7 @@ def test_layouts_match_one_rank_at_the_predicted_cost(axes, parallel, train_args
         "hybrid",
         shape,
         axes,
-        Workload(MICRO_BATCHES // axes.replicas, TOKENS),
+        Workload(MICRO_BATCHES // axes.replicas, TOKENS, labels=TOKENS - 1),
         make_config(parallel, train_args),
     )
     assert max(rank[3] for rank in ranks) == pytest.approx(cost.state, rel=0.02)

@@ -51,12 +51,13 @@ def make_small_qwen(**overrides):
     return Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, **overrides}))
 
 
-def test_transformers_model_uses_its_own_plan_without_the_head():
+def test_transformers_model_uses_its_own_plan_and_splits_the_vocabulary():
     plan = find_tensor_plan(make_small_qwen(), {})
+    assert plan.pop("model.embed_tokens") == "vocabulary_embedding"
+    assert plan.pop("lm_head") == "vocabulary_head"
     assert plan["model.layers.1.self_attn.k_proj"] == "colwise"
     assert plan["model.layers.0.mlp.down_proj"] == "rowwise"
     assert len(plan) == 14
-    assert not any("lm_head" in name or "embed" in name for name in plan)
     assert list(plan)[:4] == [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkvo"]
 
 

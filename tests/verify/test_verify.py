@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.event_log import EventLog
 from paceline.core.report import REPORT_KEYS
 from paceline.core.run_dir import RunDir
+from paceline.distributed.devices import Devices
 from paceline.observe.report.html import write_reports
 from paceline.verify.certificate import (
     Bounds,
@@ -166,7 +167,7 @@ def test_lists_a_mode_with_different_losses_with_the_reason(
         parallel={"mode": "diloco", "device": "cpu"},
     )
     names = all_modes(config, 2)
-    modes, excluded = _modes(config, 2, names, requested)
+    modes, excluded = _modes(config, Devices("cpu", 2), names, requested)
     assert "diloco" not in [mode.name for mode in modes]
     report = next(mode for mode in excluded if mode["mode"] == "diloco")
     assert "diloco" in names
@@ -175,7 +176,9 @@ def test_lists_a_mode_with_different_losses_with_the_reason(
         report["reason"]
     )
     # A mode that is requested explicitly is compared.
-    assert "diloco" in [mode.name for mode in _modes(config, 2, ["diloco"], "diloco")[0]]
+    assert "diloco" in [
+        mode.name for mode in _modes(config, Devices("cpu", 2), ["diloco"], "diloco")[0]
+    ]
     assert "diloco" not in all_modes(
         config.model_copy(update={"parallel": Parallel(mode="ddp")}), 2
     )
@@ -186,14 +189,14 @@ def test_excludes_unsupported_modes() -> None:
     config = Config(
         model="builtin:dlrm", task="recommend", dataset="builtin:clicks", parallel=parallel
     )
-    modes, excluded = _modes(config, 2, all_modes(config, 2), None)
+    modes, excluded = _modes(config, Devices("cpu", 2), all_modes(config, 2), None)
     # The task does not support these modes.
     assert not {"tensor", "pipeline", "pipeline-gpipe"} & {mode.name for mode in modes}
     message = "`parameter_server` is not supported with `paceline verify`: it needs servers"
     reasons = {mode["mode"]: mode["reason"] for mode in excluded}
     assert message in str(reasons["parameter_server"])
     with pytest.raises(ConfigError, match=message):
-        _modes(config, 2, ["parameter_server"], "parameter_server")
+        _modes(config, Devices("cpu", 2), ["parameter_server"], "parameter_server")
 
 
 def test_parses_names_of_modes() -> None:
@@ -216,7 +219,8 @@ def test_parses_names_of_modes() -> None:
     assert "pipeline-1f1b" in names  # the other schedules; the config's own is `pipeline`
     assert "pipeline-gpipe" not in names
     assert hybrids(4) == [
-        "data2-shard2", "data2-tensor2", "data2-pipeline2", "shard2-tensor2", "shard2-pipeline2",
+        "data2-shard2", "data2-context2", "data2-tensor2", "data2-pipeline2", "shard2-context2",
+        "shard2-tensor2", "shard2-pipeline2", "context2-tensor2", "context2-pipeline2",
         "tensor2-pipeline2",
     ]  # fmt: skip
     assert "data2-tensor2-pipeline2" in hybrids(8)

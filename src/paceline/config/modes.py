@@ -17,6 +17,7 @@ _SPELLINGS = {
     "deepspeed": "deepspeed ds",
     "tensor": "tensor tp tensorparallel tensorparallelism",
     "pipeline": "pipeline pp pipelineparallel pipelineparallelism",
+    "context": "context cp contextparallel contextparallelism",
     "hybrid": "hybrid 3d nd",
     "local_sgd": "localsgd",
     "diloco": "diloco",

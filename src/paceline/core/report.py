@@ -195,6 +195,15 @@ class LmEvalReport(TypedDict, total=False):
     error: str
 
 
+class ContextReport(TypedDict):
+    """Context parallelism: the number of ranks that divide each row, how they exchange keys and
+    values, and why in this way."""
+
+    size: int
+    method: str
+    why: str
+
+
 class HubUpload(TypedDict):
     """The repository that the model was uploaded to, with the URL of the commit or the error."""
 
@@ -237,6 +246,7 @@ class Report(_AlwaysReported, total=False):
     hub: HubUpload
     packing: PackingFigures
     sources: list[SourceReport]
+    context: ContextReport
 
 
 REPORT_KEYS = tuple(_AlwaysReported.__annotations__)

@@ -26,7 +26,13 @@ class SegmentInputs(TypedDict):
 
 
 class TokenBatch(TypedDict, total=False):
-    """The result of :func:`collate_packed` and :func:`collate_padded`."""
+    """The result of :func:`collate_packed` and :func:`collate_padded`.
+
+    Args:
+        target_counts: number of targets of each sequence of a packed row, in preference tasks.
+        local_target_counts: number of these targets on this rank, if ranks divide rows.
+        is_filler: whether the only token stands for a part of a row that has none.
+    """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -44,6 +50,9 @@ class TokenBatch(TypedDict, total=False):
     source_losses: "SourceLosses"
     target_weights: torch.Tensor
     count: float
+    is_filler: bool
+    target_counts: tuple[int, ...]
+    local_target_counts: tuple[int, ...]
     totals: dict[str, torch.Tensor]
 
 

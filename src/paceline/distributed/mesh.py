@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 #: Axes, outermost first. Ranks that differ only in the last axis are adjacent. Tensor parallelism
 #: communicates most, so its ranks should share a host; pipeline stages communicate least.
-AXES = ("pipeline", "data", "shard", "tensor")
+AXES = ("pipeline", "data", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,18 @@ class ParallelDims:
             shard train on a separate part of the batch.
         tensor: number of parts of each tensor-parallel layer.
         pipeline: number of ranks that the pipeline stages are divided among.
+        context: number of parts of each row of tokens.
     """
 
     data: int = 1
     shard: int = 1
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
 
     @property
     def size(self) -> int:
-        return self.data * self.shard * self.tensor * self.pipeline
+        return self.data * self.shard * self.tensor * self.pipeline * self.context
 
     @property
     def replicas(self) -> int:
@@ -60,7 +62,7 @@ class ParallelDims:
         """Return the sizes as text, such as ``data 2 × tensor 2``, or ``one rank``."""
         sizes = [
             f"{axis} {getattr(self, axis)}"
-            for axis in ("data", "shard", "tensor", "pipeline")
+            for axis in ("data", "shard", "context", "tensor", "pipeline")
             if getattr(self, axis) > 1
         ]
         return " × ".join(sizes) or "one rank"

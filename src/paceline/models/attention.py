@@ -37,7 +37,9 @@ from paceline.models.kernels.fused_attention import (
 from paceline.models.transforms.compile import outside_graphs
 
 NAME = "paceline_packed"
-#: Attribute of a model with :func:`packed_attention`: the name of the attention it had before.
+#: Name of :func:`paceline.models.context.attention.context_attention`.
+CONTEXT_NAME = "paceline_context"
+#: Attribute of a model with one of these: the name of the attention it had before.
 _BEFORE = "_attention_before_packing"
 #: Names of the dropout rate of attention weights in configs of transformers.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
@@ -212,15 +214,25 @@ def install(model: Any, kernel: str = SDPA) -> str | None:
         return None
     attention = outside_graphs(model, packed_attention)
     AttentionInterface.register(NAME, partial(attention, kernel=kernel))
-    set_attention(model, NAME)
-    if attention_of(model) != NAME:  # older code of a model, whose attention cannot be replaced
-        return None
-    setattr(model, _BEFORE, before)
-    return before
+    return before if replace_attention(model, NAME) else None
+
+
+def replace_attention(model: Any, name: str) -> bool:
+    """Switch a transformers model to one of Paceline's attention functions, which is registered,
+    and note the model's own attention. Return False if its attention cannot be replaced."""
+    before = attention_of(model)
+    if before is None or not hasattr(model, "set_attn_implementation"):
+        return False
+    set_attention(model, name)
+    if attention_of(model) != name:  # older code of a model
+        return False
+    if before not in (NAME, CONTEXT_NAME):
+        setattr(model, _BEFORE, before)
+    return True
 
 
 def uninstall(model: Any) -> None:
-    """Give a model the attention that it had before :func:`install`."""
+    """Give a model its own attention back."""
     set_attention(model, getattr(model, _BEFORE))
 
 
@@ -246,14 +258,15 @@ def wrapped(wrapper: Callable[..., tuple[torch.Tensor, None]]) -> Iterator[None]
 def without_packing(model: Any) -> Iterator[None]:
     """Replace the attention for packed rows within the block, because it does not support a KV
     cache."""
-    is_packed = attention_of(model) == NAME
-    if is_packed:
-        uninstall(model)
+    name = attention_of(model)
+    if name not in (NAME, CONTEXT_NAME):
+        yield
+        return
+    uninstall(model)
     try:
         yield
     finally:
-        if is_packed:
-            set_attention(model, NAME)
+        set_attention(model, str(name))
 
 
 # -- padded rows

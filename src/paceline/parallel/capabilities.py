@@ -163,8 +163,6 @@ def reason_against_generation(config: Config, dims: ParallelDims) -> str | None:
     """Return why the model cannot generate text during training; None if it can."""
     if dims.pipeline > 1:
         return "each token would have to pass through all stages of the pipeline"
-    if config.parallel.sequence_parallel and dims.tensor > 1:
-        return "`parallel.sequence_parallel` cannot split a single token"
     return None
 
 

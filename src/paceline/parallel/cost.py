@@ -8,6 +8,19 @@ from paceline.models.shape.record import ModelShape, TensorShape, total_bytes
 
 
 @dataclass(frozen=True)
+class ContextWork:
+    """How the ranks of a context group divide the rows of a step.
+
+    Args:
+        method: how they exchange keys and values.
+        rows: number of tokens of each sample, for some rows that stand for all.
+    """
+
+    method: str
+    rows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Workload:
     """The work of one step on one replica.
 
@@ -20,6 +33,8 @@ class Workload:
         host_activation_bytes: bytes that the blocks keep in host memory for backward.
         distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
             of the parameter server, counted in the data; empty if unknown.
+        context: how rows are divided, with context parallelism.
+        labels: mean number of tokens in a micro-batch whose logits are computed; None: all of them.
     """
 
     micro_batches: int = 1
@@ -27,6 +42,8 @@ class Workload:
     activations: Activations = NO_ACTIVATIONS
     host_activation_bytes: int = 0
     distinct: tuple[tuple[float, ...], ...] = ()
+    context: ContextWork | None = None
+    labels: float | None = None
 
     def activation_bytes(self, shape: ModelShape) -> int:
         """Return the peak bytes of the activations of one micro-batch, with what the trained

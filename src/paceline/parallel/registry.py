@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from paceline.models.shape.record import ModelShape
 from paceline.parallel import capabilities
 from paceline.parallel.capabilities import Capabilities, Placement, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
+from paceline.parallel.exchange_cost import exchange_traffic
 from paceline.parallel.limits.shared import FOR_ALL, ONE_PROCESS
 from paceline.parallel.spec import StrategySpec
 
@@ -36,6 +37,7 @@ _SPECS = (
     "deepspeed.spec:DEEPSPEED",
     "hybrid.spec:TENSOR",
     "hybrid.spec:PIPELINE",
+    "context.spec:CONTEXT",
     "hybrid.spec:HYBRID",
     "local_sgd.spec:LOCAL_SGD",
     "local_sgd.spec:DILOCO",
@@ -69,7 +71,7 @@ _LOADED: list[StrategySpec] = [load_object(f"paceline.strategies.{spec}") for sp
 #: Mode → its spec.
 STRATEGIES = {spec.name: spec for spec in _LOADED}
 ALIASES = {"fsdp": "zero3"}
-_AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
+AXIS_KEYS = ("data", "shard", "context", "tensor", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ def mode_of(parallel: Parallel) -> str:
         ConfigError: if the mode is unknown.
     """
     mode = str(read_mode(parallel.mode)["mode"])
-    sized = [key for key in ("shard", "tensor", "pipeline") if getattr(parallel, key) is not None]
     if mode == "auto":
-        return "hybrid" if sized or parallel.data is not None else "auto"
+        is_sized = any(getattr(parallel, key) is not None for key in AXIS_KEYS)
+        return "hybrid" if is_sized else "auto"
     mode = ALIASES.get(mode, mode)
     if mode not in STRATEGIES and ":" not in mode:
         near = nearest(mode, [*STRATEGIES, *ALIASES])
@@ -143,7 +145,7 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Par
     spec = get_spec(name)
     main, others = spec.main_dim, spec.extra_dims
     sizes: dict[str, int] = {
-        key: getattr(parallel, key) for key in _AXIS_KEYS if getattr(parallel, key) is not None
+        key: getattr(parallel, key) for key in AXIS_KEYS if getattr(parallel, key) is not None
     }
     unsupported = [
         f"`parallel.{key}: {size}`"
@@ -215,9 +217,21 @@ def get_spec(mode: str) -> StrategySpec:
 def estimate_cost(
     mode: str, shape: ModelShape, dims: ParallelDims, work: Workload, config: Config
 ) -> Cost:
-    """Estimate the cost of a step with the strategy's cost model."""
-    cost: Cost = load_object(get_spec(mode).cost_model or _PLAIN_COST)(shape, dims, work, config)
-    return cost
+    """Estimate the cost of a step with the strategy's cost model.
+
+    The ranks of a context group sum their gradients, and shard their state, as the ranks of the
+    axis that the strategy is about, so a cost model sees one larger axis.
+    """
+    spec = get_spec(mode)
+    axis = "shard" if dims.shard > 1 or spec.main_dim == "shard" else "data"
+    summed = replace(dims, context=1, **{axis: getattr(dims, axis) * dims.context})
+    cost: Cost = load_object(spec.cost_model or _PLAIN_COST)(shape, summed, work, config)
+    if dims.context == 1 or work.context is None:
+        return cost
+    traffic = dict(cost.traffic)
+    for collective, size_bytes in exchange_traffic(config, dims, work).items():
+        traffic[collective] = traffic.get(collective, 0) + size_bytes
+    return replace(cost, traffic=traffic)
 
 
 def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: bool = True) -> None:

@@ -178,8 +178,20 @@ class Strategy(ABC):
     def reports_loss(self) -> bool:
         """True on the rank that reports the losses and counts of its replica; exactly one rank of
         each replica does."""
+        return self.computes_loss and self.world.coordinates["context"] == 0
+
+    @property
+    def computes_loss(self) -> bool:
+        """True on the ranks whose losses sum to the loss of their replica: one rank for each part
+        of its tokens."""
         place = self.world.coordinates
         return place["tensor"] == 0 and place["pipeline"] == self.world.axes.pipeline - 1
+
+    @property
+    def part_of_rows(self) -> tuple[int, ...]:
+        """Number of the part of each row that this rank computes, if ranks divide rows: the random
+        numbers of dropout depend on it."""
+        return (self.world.coordinates["context"],) if self.world.axes.context > 1 else ()
 
     @property
     def count_group(self) -> Communicator:
@@ -289,8 +301,21 @@ class Strategy(ABC):
     def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """Run an evaluation batch of this replica. A collective of the replica's ranks. Return None
         on ranks without the result (:attr:`reports_loss` is true on the rank that has it)."""
-        result = run(model)
-        return result if self.reports_loss else None
+        return self.reported(run(model))
+
+    def reported(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Sum the results of an evaluation batch over the ranks that divide its tokens. A
+        collective of these ranks. Return None on ranks that do not report it."""
+        if sums and self.world.axes.context > 1 and self.computes_loss:
+            group = self.world.subgroup("context")
+            flat = torch.cat([value.flatten().to(group.wide_dtype) for value in sums.values()])
+            group.wait(group.all_reduce(flat))
+            parts = flat.split([value.numel() for value in sums.values()])
+            sums = {
+                name: part.view(value.shape).to(value.dtype)
+                for (name, value), part in zip(sums.items(), parts, strict=True)
+            }
+        return sums if self.reports_loss else None
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

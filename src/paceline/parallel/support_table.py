@@ -9,7 +9,8 @@ from pathlib import Path
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.capabilities import check_features, check_limits
+from paceline.parallel.capabilities import Capabilities, check_features, check_limits
+from paceline.parallel.limits.shared import FOR_ALL
 from paceline.parallel.registry import STRATEGIES
 
 BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->"
@@ -64,6 +65,7 @@ def reason_against(
     )
     capabilities = STRATEGIES[mode].capabilities
     try:
+        check_limits(mode, Capabilities(limits=FOR_ALL), config, dims)
         check_limits(mode, capabilities, config, dims)
         check_features(mode, capabilities, config, dims)
     except ConfigError as error:

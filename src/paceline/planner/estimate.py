@@ -9,15 +9,18 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
+from paceline.models.context.choice import method_of_run
 from paceline.models.head.router_coefficient import check_router_loss
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
 from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
-from paceline.parallel.cost import Cost, Workload
+from paceline.models.tensor_plan.sequence import uses_sequence_parallel
+from paceline.models.tensor_plan.style import HEAD
+from paceline.parallel.cost import ContextWork, Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
-from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
+from paceline.parallel.registry import AXIS_KEYS, ParallelLayout, check_strategy, estimate_cost
 from paceline.parallel.registry import layout as make_layout
 from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
@@ -39,7 +42,17 @@ def workload(
     is_cpu: bool,
 ) -> Workload:
     """Return what a strategy's cost depends on besides the model's shape."""
-    work = Workload(config.train_args.gradient_accumulation_steps, batch.positions)
+    parts = layout.axes.context
+    positions = batch.positions / parts
+    work = Workload(
+        config.train_args.gradient_accumulation_steps,
+        positions,
+        labels=positions * batch.label_share,
+    )
+    if parts > 1:
+        method = method_of_run(config, layout.axes, "cpu" if is_cpu else "cuda")
+        row = (max(1, round(batch.sample)),) * max(1, round(batch.positions / batch.sample))
+        work = replace(work, context=ContextWork(method.name, (row,)))
     if profile.dims is None:
         copies = _weight_copies(profile.shape, layout)
         return replace(
@@ -51,8 +64,8 @@ def workload(
     activations = language_activations(
         profile.dims,
         config,
-        batch.fullest,
-        batch.fullest * batch.label_share,
+        batch.fullest / parts,
+        batch.fullest * batch.label_share / parts,
         mask_bytes=4 if is_cpu else 1,
         device_type="cpu" if is_cpu else "cuda",
         fused_attention=profile.fused_attention,
@@ -60,6 +73,13 @@ def workload(
         joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
         low_weights=layout.has_low_weights,
         tensor_ranks=layout.axes.tensor,
+        splits_head=HEAD in profile.shape.tensor_plan.values(),
+        sequence_parallel=uses_sequence_parallel(
+            config.parallel.sequence_parallel,
+            layout.axes.tensor,
+            layout.axes.pipeline,
+            profile.shape.splits_tokens,
+        ),
         merged=merged_experts(profile.shape),
     )
     activations = activations.of_model(len(profile.shape.blocks))
@@ -165,7 +185,7 @@ class ModeEstimate:
 
 def free_layout(config: Config, num_devices: int, mode: str) -> ParallelLayout:
     """Return the layout of a mode, ignoring the sizes of axes that the config sets."""
-    update = dict.fromkeys(("data", "shard", "tensor", "pipeline"))
+    update = dict.fromkeys(AXIS_KEYS)
     return make_layout(config.parallel.model_copy(update=update), num_devices, mode)
 
 
@@ -180,7 +200,7 @@ def estimate(
 ) -> ModeEstimate:
     """Estimate ``layout``. ``stage``: of DeepSpeed."""
     name, settings = mode_names(layout, stage)
-    update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
+    update = dict.fromkeys(AXIS_KEYS) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
     replicas, samples = layout.axes.replicas, config.train_args.global_batch_size
     if samples is not None:
@@ -193,8 +213,8 @@ def estimate(
             )
             return ModeEstimate(name, layout, settings, False, reason)
         config = with_accumulation(config, replicas)
-    work = workload(config, profile, batch, layout, machine.is_cpu)
     try:
+        work = workload(config, profile, batch, layout, machine.is_cpu)
         check_strategy(layout.strategy, config, layout.axes, installed=False)
         check_vision_language(config, layout.axes)
         check_router_loss(config, layout.axes)
@@ -306,6 +326,12 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
             "pipeline parallelism is not supported with `task: recommend`: a click model has no"
             " sequence of blocks",
             code="pipeline-with-recommend",
+        )
+    if axes.context > 1 and (profile.layers or profile.attention is None):
+        raise ConfigError(
+            "context parallelism is not supported with this model: it has layers that pass a state"
+            " from each token to the next",
+            code="context-with-states",
         )
     if axes.tensor > 1 and not profile.shape.tensor_plan:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from paceline.config.schema import Config
 from paceline.models.shape.dims import LanguageDims
+from paceline.models.tensor_plan.sequence import uses_sequence_parallel
 from paceline.parallel.registry import ParallelLayout, get_spec
 from paceline.planner.setup import Optimizer, Precision, Recomputation, Software, TrainingSetup
 
@@ -16,6 +17,7 @@ def setup_of(
     length: float,
     label_share: float = 1.0,
     stage: int | None = None,
+    splits_tokens: bool = True,
 ) -> TrainingSetup:
     """Return the set-up of a language model in a layout.
 
@@ -23,6 +25,7 @@ def setup_of(
         samples, length: number of samples of a micro-batch, and their mean number of tokens.
         label_share: share of the tokens that have a loss.
         stage: stage of DeepSpeed's ZeRO.
+        splits_tokens: whether sequence parallelism is on by default.
     """
     args, lora, parallel, axes = config.train_args, config.lora, config.parallel, layout.axes
     zero_stage = _ZERO_STAGES.get(layout.strategy, stage or 0)
@@ -43,8 +46,12 @@ def setup_of(
         shard=axes.data if divides_data else axes.shard,
         tensor=axes.tensor,
         pipeline=axes.pipeline,
+        context=axes.context,
         zero_stage=zero_stage,
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=uses_sequence_parallel(
+            parallel.sequence_parallel, axes.tensor, axes.pipeline, splits_tokens
+        ),
+        splits_head=axes.tensor > 1,
         chunks=parallel.stages_per_rank if chunked and axes.pipeline > 1 else 1,
         precision=_precision(config),
         fp8_scaling="tensor" if args.fp8 == "tensorwise" else "row",

@@ -166,7 +166,16 @@ def setup_of_batch(
     if profile.dims is None or not batch.has_tokens:
         return None
     samples, length = batch.positions / batch.sample, batch.sample
-    return setup_of(config, profile.dims, layout, samples, length, batch.label_share, stage)
+    return setup_of(
+        config,
+        profile.dims,
+        layout,
+        samples,
+        length,
+        batch.label_share,
+        stage,
+        profile.shape.splits_tokens,
+    )
 
 
 def _setup_of_mode(setup: TrainingSetup, cost: Cost, machine: Machine) -> TrainingSetup:
@@ -219,7 +228,7 @@ def _time_of_operations(
     """Estimate the step of a model if only its number of operations is known. On a device, the step
     reaches the rate of large matrix products."""
     axes, device = layout.axes, machine.timed_as
-    flops = micro_batch_flops(config, profile, batch) / (axes.tensor * axes.pipeline)
+    flops = micro_batch_flops(config, profile, batch) / (axes.tensor * axes.pipeline * axes.context)
     if device is None:
         rates, reached = _on_cpu(layout, machine, config.train_args.compute_format)
     else:

@@ -81,8 +81,8 @@ _NOT_OF_LANGUAGE_MODELS: Mapping[str, set[str] | bool] = {
     "dataset": True, "val_dataset": True, "split_dataset_ratio": True, "format": True,
     "system": True, "output_dir": True, "resume": True, "recovery": True, "evaluation": True,
     "parallel": {
-        "mode", "optimize_for", "allow_lossy", "data", "shard", "tensor", "pipeline", "num_gpus",
-        "cpu_offload",
+        "mode", "optimize_for", "allow_lossy", "data", "shard", "context", "context_method",
+        "tensor", "pipeline", "num_gpus", "cpu_offload",
     },
     "train_args": {
         "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size",

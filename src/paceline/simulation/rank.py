@@ -117,7 +117,7 @@ def _process_group(rank: int, axes: ParallelDims) -> Iterator[Communicator]:
 def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComponents, TokenBatch]:
     quiet_libraries(config, "cpu")  # nothing may search for real devices
     task = LanguageTask(config)
-    task.device_type = world.device.type
+    task.device_type, task.tensor_ranks = world.device.type, world.axes.tensor
     model: Any = language_model_on_meta(config, world.device)
     model.config.use_cache = False
     reduce_activations(model, config)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from paceline.models.context.place import ContextPlace
+
 Notice = tuple[str, str]
 
 #: Settings that affect only language models.
@@ -185,6 +187,11 @@ class Task:
     #: Type of device that the run trains on. Set before ``setup`` is called, when the model may
     #: still be on the CPU.
     device_type = "cpu"
+    #: This rank's place among the ranks that divide each row of tokens, or None if rows are whole.
+    #: Set before ``setup`` is called.
+    place: ContextPlace | None = None
+    #: Number of ranks that split each layer. Set before ``setup`` is called.
+    tensor_ranks = 1
     #: Set before ``build_datasets`` is called on a rank.
     prepared: Prepared | None = None
     #: Number of samples of a global batch. Set before ``build_datasets`` is called on a rank.
@@ -394,3 +401,12 @@ def num_positions(batch: Any) -> int:
 
     ids = batch.get("input_ids") if isinstance(batch, dict) else None
     return int(ids.numel()) if isinstance(ids, torch.Tensor) else int(_first_tensor(batch).shape[0])
+
+
+def num_targets(batch: Any) -> int:
+    """Return the number of tokens of a language model's batch whose logits are computed: all tokens
+    if the batch does not tell."""
+    import torch
+
+    targets = batch.get("targets") if isinstance(batch, dict) else None
+    return int(targets.numel()) if isinstance(targets, torch.Tensor) else num_positions(batch)

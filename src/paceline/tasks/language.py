@@ -26,6 +26,7 @@ from paceline.data.collate import (
     collate_packed,
     collate_padded,
 )
+from paceline.data.context.batch import divide_batch
 from paceline.data.counts import StreamCounts
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.order.build import SourceSize
@@ -39,11 +40,14 @@ from paceline.models.adapters.check import check_adapters
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.checks.packing import PackingChoice, choose_packing
+from paceline.models.context.choice import ContextMethod
+from paceline.models.context.setup import divide_attention
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.router_coefficient import check_task_of_router_loss
 from paceline.models.head.router_loss import RouterLoss, find_router_loss
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
+from paceline.models.head.split_vocabulary import split_vocabulary
 from paceline.models.head.transform import choose_transform, output_head
 from paceline.models.kernels import mixers
 from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
@@ -83,6 +87,8 @@ class LanguageTask(Task):
         self._transform: LogitTransform | None = None
         self._chunks = NO_CHUNKS
         self._router_loss: RouterLoss | None = None
+        #: How the ranks that divide rows exchange keys and values.
+        self.context_method: ContextMethod | None = None
 
     def prompt_inputs(self, sample: TokenSample, num_tokens: int) -> dict[str, torch.Tensor] | None:
         """Return the inputs of the model, besides token IDs, for the first ``num_tokens`` tokens of
@@ -191,6 +197,12 @@ class LanguageTask(Task):
                 )
             )
         notices += [("info", each.notice(self.device_type)) for each in layer_kernels(base)]
+        if self.place is not None:
+            self.context_method, text = divide_attention(
+                base, self.place, self.config, self.device_type
+            )
+            self._passes_segments = True
+            notices.append(("info", text))
         return notices
 
     def _choose_loss(self, model: Any, base: Any) -> list[Notice]:
@@ -202,7 +214,8 @@ class LanguageTask(Task):
         chunks = choose_loss_chunks(args, vocabulary, self.device_type)
         rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size or 0)
         rows *= self.sequences_per_sample
-        if not chunks.divides(rows * args.max_length):
+        # A head whose vocabulary is split always computes the loss itself.
+        if not chunks.divides(rows * args.max_length) and self.tensor_ranks == 1:
             return []
         self._chunks = chunks
         transform = choose_transform(model, self.config)
@@ -263,7 +276,13 @@ class LanguageTask(Task):
             add_sources(batch, samples, len(self.config.sources()))
         if any("weight" in sample for sample in samples):
             add_weights(batch, samples)
-        return batch
+        return self._part_of(batch)
+
+    def _part_of(self, batch: TokenBatch) -> TokenBatch:
+        """Return this rank's part of a batch, if the ranks of a group divide rows."""
+        if self.place is None:
+            return batch
+        return divide_batch(batch, self.place.rank, self.place.size)
 
     def count(self, batch: TokenBatch) -> float:
         """Return the number of tokens with loss, each times the weight of its row."""
@@ -286,8 +305,9 @@ class LanguageTask(Task):
             inputs["logits_to_keep"] = 1
         with self._forward_context(batch):
             router_logits = model(**inputs).router_logits
-        mask = batch.get("attention_mask")
-        return self._router_loss.totals(router_logits, mask, self.count(batch))
+        reports_count = self.place is None or self.place.rank == 0
+        count = self.count(batch) if reports_count else 0.0
+        return self._router_loss.totals(router_logits, _token_mask(batch), count)
 
     def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return sums over the tokens with loss: ``loss`` and, with that metric,
@@ -319,15 +339,17 @@ class LanguageTask(Task):
         smoothing = self.config.train_args.label_smoothing_factor if model.training else 0.0
         if self.picks_logits:
             inputs["logits_to_keep"] = keep
-        if self._transform is not None and self._chunks.divides(targets.numel()):
+        head = output_head(model)
+        is_split = split_vocabulary(head) is not None
+        if self._transform is not None and (is_split or self._chunks.divides(targets.numel())):
             selected = None if self.picks_logits else keep
             has_sources = "source_losses" in batch
             chunks = ChunkedLoss(
-                output_head(model),
+                head,
                 self._transform,
                 targets,
                 selected,
-                self._chunks.tokens,
+                self._chunks.tokens or max(1, targets.numel()),
                 smoothing,
                 counts_correct,
                 targets.new_zeros(targets.numel(), dtype=torch.float32) if has_sources else None,
@@ -365,7 +387,7 @@ class LanguageTask(Task):
         are known."""
         if self._router_loss is None or "totals" not in batch:
             return loss
-        mask = batch.get("attention_mask")
+        mask = _token_mask(batch)
         return loss + self._router_loss.term(output.router_logits, mask, batch["totals"])
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
@@ -454,6 +476,13 @@ def _mixer_notices(packing: PackingChoice) -> list[Notice]:
             kinds=kinds,
         )
     return [("info", text)]
+
+
+def _token_mask(batch: TokenBatch) -> torch.Tensor | None:
+    """Return 1 for each token and 0 for padding, [rows, tokens]; None without padding."""
+    if batch.get("is_filler"):
+        return torch.zeros_like(batch["input_ids"])
+    return batch.get("attention_mask")
 
 
 def _record_sources(batch: TokenBatch, losses: torch.Tensor) -> None:

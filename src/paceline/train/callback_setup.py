@@ -97,7 +97,9 @@ def _loggers(trainer: Trainer) -> list[Callback]:
     # The recorders see every micro-batch.
     sources = metrics = None
     if names:
-        sources = SourceRecorder(names, strategy.reports_loss, strategy.world.device)
+        sources = SourceRecorder(
+            names, strategy.computes_loss, strategy.reports_loss, strategy.world.device
+        )
         data.observers.append(sources.observe)
     task = trainer.components.task
     if task.step_metrics:

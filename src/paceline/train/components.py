@@ -26,6 +26,7 @@ from paceline.distributed.devices import cpu_cores
 from paceline.distributed.seeds import seed_everything
 from paceline.distributed.side_group import SideGroup
 from paceline.models.adapters.quantize import move_scales
+from paceline.models.context.place import ContextPlace
 from paceline.models.shape.outline import Probe, outline
 from paceline.models.transforms.activation_offloading import reduce_activations
 from paceline.models.transforms.compile import compile_blocks
@@ -102,7 +103,10 @@ def build_components(
     task = load_task(spec.config)
     task.prepared = spec.data
     task.device_type = comm.device.type
+    task.tensor_ranks = spec.layout.axes.tensor
     task.global_batch_size = spec.derived.global_batch_size
+    if comm.axes.context > 1:
+        task.place = ContextPlace(comm.subgroup("context"))
     strategy = make_strategy(spec.layout.strategy, spec.config, comm)
     with strategy.model_init_context():
         model = build_model(task, spec.config)

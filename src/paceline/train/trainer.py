@@ -156,7 +156,7 @@ class Trainer:
         counts.denominator()  # pipeline stages that compute no loss wait for the counts here
         progress.enter("optimizer")
         loss = losses.total()
-        reported_loss = loss if strategy.reports_loss else torch.zeros_like(loss)
+        reported_loss = loss if strategy.computes_loss else torch.zeros_like(loss)
         if self.roll_back_on_spike(reported_loss, counts.local_count):
             stop = self.counts.settle(now=True)
             self.metrics.reset()
@@ -186,11 +186,12 @@ class Trainer:
         task, precision = self.components.task, self.components.precision
         progress, step, args = self.ctx.progress, self.state.step, self.spec.config.train_args
         first_number, is_first_step = self.data.first_micro_batch, step == self.state.first_step
+        part = self.strategy.part_of_rows
 
         def micro_step(number: int, model: nn.Module) -> torch.Tensor:
             batch = batches[number]
             progress.enter("forward")
-            seed_everything(args.seed, "step", step, first_number + number)
+            seed_everything(args.seed, "step", step, first_number + number, *part)
             with precision.autocast():
                 loss = task.loss(model, batch.data)
             if is_first_step:

@@ -33,7 +33,7 @@ from paceline.parallel.registry import (
 )
 from paceline.strategies.deepspeed.config import stage_of
 
-_AXES = ("data", "shard", "tensor", "pipeline")
+_AXES = ("data", "shard", "context", "tensor", "pipeline")
 _STAGES = (1, 2, 3)
 _SCHEDULES: tuple[str, ...] = get_args(Parallel.model_fields["pipeline_schedule"].annotation)
 _BALANCED = ("ddp", "zero1")

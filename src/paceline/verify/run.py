@@ -38,6 +38,7 @@ from paceline.distributed.devices import (
 from paceline.distributed.environment import outer_launcher
 from paceline.launch.fork_server import start_fork_server
 from paceline.launch.passes.draft import Draft, Host
+from paceline.models.context.choice import method_of_run
 from paceline.models.head.router_coefficient import check_router_loss
 from paceline.observe.report.certificate import BoundsReport, Certificate, ModeCertificate
 from paceline.observe.report.html import render_certificate, write_reports
@@ -109,7 +110,7 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
         config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})})
     )
     load_task(config).check()
-    modes, refused = _modes(config, devices.count, names, options.modes)
+    modes, refused = _modes(config, devices, names, options.modes)
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     try:
         base = _base_spec(replace(loaded, config=config), devices, folder)
@@ -195,7 +196,7 @@ def _devices(config: Config, world_size: int | None) -> Devices:
 
 
 def _modes(
-    config: Config, world_size: int, names: list[str], requested: str | None
+    config: Config, devices: Devices, names: list[str], requested: str | None
 ) -> tuple[list[VerifyMode], list[ModeCertificate]]:
     """Return the modes to run (the reference, then `ddp`, which others' times are relative to, then
     the rest), and the reports of modes that this config does not support.
@@ -205,9 +206,9 @@ def _modes(
     """
     modes, refused = [], []
     for name in dict.fromkeys([REFERENCE, "ddp", *names]):
-        mode = make_mode(name, config, world_size)
+        mode = make_mode(name, config, devices.count)
         try:
-            _check_mode(mode, config)
+            _check_mode(mode, config, devices.type)
             if name in OTHER_TRAINING and name not in _split(requested):
                 raise ConfigError(
                     "not compared with `{reference}`: its losses and weights differ by design;"
@@ -235,12 +236,14 @@ def _split(requested: str | None) -> set[str]:
     return {name.strip() for name in (requested or "").split(",")}
 
 
-def _check_mode(mode: VerifyMode, config: Config) -> None:
+def _check_mode(mode: VerifyMode, config: Config, device_type: str) -> None:
     config = config.model_copy(update={"parallel": mode.parallel})
     check_vision_language(config, mode.layout.axes)
     check_router_loss(config, mode.layout.axes)
     load_task(config).check()  # a task may not support a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
+    if mode.layout.axes.context > 1:
+        method_of_run(config, mode.layout.axes, device_type)
     if get_spec(mode.layout.strategy).extra_ranks(config):
         raise ConfigError(
             "`{mode}` is not supported with `paceline verify`: it needs servers, and verify starts"

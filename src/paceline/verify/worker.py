@@ -11,7 +11,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
+from paceline.data.loader import MicroBatch
 from paceline.data.progress import ProgressLine
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
@@ -40,9 +41,10 @@ from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import memory_bytes
 from paceline.parallel.state import TensorShard
 from paceline.parallel.strategy import Strategy
-from paceline.tasks.base import num_positions
+from paceline.tasks.base import num_positions, num_targets
 from paceline.train.callback_setup import build_loggers
 from paceline.train.components import build_components
+from paceline.train.reports.figures import with_rows
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import build_trainer
 from paceline.train.state import RankContext
@@ -150,12 +152,16 @@ def _train(
         run_dir = RunDir(Path(trial.spec.config.output_dir))  # nothing is written there
         ctx = RankContext(components.strategy.world, run_dir, events, stop)
         trainer = build_trainer(trial.spec, ctx, components, data, notices, callbacks=build_loggers)
-        strategy, positions = trainer.strategy, list[float]()
-        trainer.data.observers.append(
-            lambda batches: positions.append(
-                statistics.fmean(num_positions(batch.data) for batch in batches)
-            )
-        )
+        strategy, positions, labels = trainer.strategy, list[float](), list[float]()
+        rows = list[list[tuple[int, ...]]]()
+        divides_rows = world.axes.context > 1
+
+        def count(batches: Sequence[MicroBatch]) -> None:
+            positions.append(statistics.fmean(num_positions(batch.data) for batch in batches))
+            labels.append(statistics.fmean(num_targets(batch.data) for batch in batches))
+            rows.append([batch.data["segment_lengths"] for batch in batches if divides_rows])
+
+        trainer.data.observers.append(count)
         components.model.train()
         watch = GradientWatch(strategy) if trial.number == 0 else None
         is_complete = _train_steps(trainer, certification, trial, shows_progress=world.is_rank_zero)
@@ -166,8 +172,11 @@ def _train(
     assert len(steps) == certification.steps
     # the cost of the batches that this rank's replica had, on average after the first step
     work = Workload(
-        trial.spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
+        trial.spec.derived.gradient_accumulation_steps,
+        statistics.fmean(_after_first(positions)),
+        labels=statistics.fmean(_after_first(labels)),
     )
+    work = with_rows(work, components.task, [row for step in _after_first(rows) for row in step])
     layout = trial.spec.layout
     cost = estimate_cost(layout.strategy, components.shape, layout.axes, work, trial.spec.config)
     reference = Path(certification.folder) / "reference.safetensors"

@@ -16,17 +16,15 @@ from paceline.data.context.rows import divide_row
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.traffic import TRAFFIC, log_calls
-from paceline.models.attention import attention_of
+from paceline.models import attention
 from paceline.models.context import ring
 from paceline.models.context.attention import (
-    NAME,
     context_attention,
     install_context,
-    uninstall_context,
 )
 from paceline.models.context.blocks import ring_steps
-from paceline.models.context.choice import METHODS
 from paceline.models.context.kernels import CpuBlocks
+from paceline.models.context.methods import METHODS
 from paceline.models.context.place import ContextPlace
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.models.transforms.compile import compile_blocks
@@ -144,12 +142,12 @@ def test_older_attention_cannot_be_replaced() -> None:
 @pytest.mark.soak
 def test_model_gets_its_attention_back() -> None:
     model = build_model("llama")
-    before = attention_of(model)
+    before = attention.attention_of(model)
     install_context(model, lone_place(), "ring", "sdpa")
     install_context(model, lone_place(), "gather", "sdpa")
-    assert attention_of(model) == NAME
-    uninstall_context(model)
-    assert attention_of(model) == before
+    assert attention.attention_of(model) == attention.CONTEXT_NAME
+    attention.uninstall(model)
+    assert attention.attention_of(model) == before
 
 
 def trained(world, setting):

@@ -62,8 +62,8 @@ _SIZES: dict[str, Convert] = {
     "dp_replicate_size": size("parallel.data"),
     "mp_shard_size": size("parallel.shard"),
     "mp_replicate_size": size("parallel.data"),
-    "cp_size": by_case("context_parallel_size"),
-    "sp_size": by_case("context_parallel_size"),
+    "cp_size": size("parallel.context"),
+    "sp_size": size("parallel.context"),
     "ep_size": by_case("expert_parallel_size"),
 }
 _SIZE_DETAILS = ("cp_", "sp_", "ep_", "tp_", "dp_")

@@ -22,8 +22,8 @@ class Parallel(Section):
         "auto",
         description=(
             "`auto`, `single`, `dp`, `ddp`, `zero1`, `zero2`, `zero3` (also called"
-            " `fsdp`), `deepspeed`, `tensor`, `pipeline`, `hybrid`, `local_sgd`, `diloco`,"
-            " `parameter_server`, or a custom strategy as `./file.py:SPEC`. `auto`: the"
+            " `fsdp`), `deepspeed`, `tensor`, `pipeline`, `context`, `hybrid`, `local_sgd`,"
+            " `diloco`, `parameter_server`, or a custom strategy as `./file.py:SPEC`. `auto`: the"
             " fastest that fits in memory (see `paceline plan`), or `hybrid` if axis sizes"
             " are set."
         ),
@@ -59,6 +59,21 @@ class Parallel(Section):
     pipeline: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Pipeline-parallel size: the number of ranks the layers are divided over."
     )
+    context: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description=(
+            "Context-parallel size: the number of ranks that the tokens of each packed row are"
+            " divided among, for samples that are too long for one device."
+        ),
+    )
+    context_method: Literal["auto", "ring", "ulysses", "gather"] = Field(
+        "auto",
+        description=(
+            "How context-parallel ranks exchange keys and values: `ring` (in blocks, while"
+            " others are computed), `ulysses` (each rank computes some heads of all tokens),"
+            " `gather` (all keys and values on each rank), or the fastest by estimate."
+        ),
+    )
     tensor_plan: dict[str, str] = Field(
         default_factory=dict,
         description=(
@@ -67,11 +82,12 @@ class Parallel(Section):
             " `colwise`, `rowwise`, `packed_colwise:3`."
         ),
     )
-    sequence_parallel: bool = Field(
-        False,
+    sequence_parallel: bool | Auto = Field(
+        "auto",
         description=(
-            "Shard activations between tensor-parallel layers along the sequence"
-            " (requires `tensor`)."
+            "Shard activations between tensor-parallel layers along the sequence (requires"
+            " `tensor`). `auto`: where the model's blocks allow it and have no dropout, without a"
+            " pipeline."
         ),
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = Field(

@@ -16,6 +16,7 @@ from paceline.core.run_dir import RunDir
 from paceline.core.texts import UserText
 from paceline.launch.passes.data import read_data_early
 from paceline.launch.passes.draft import Draft, known
+from paceline.models.context.choice import method_of_run
 from paceline.models.head.router_coefficient import check_router_loss
 from paceline.parallel.capabilities import Placement
 from paceline.parallel.limits.images import check_vision_language
@@ -119,6 +120,8 @@ def check_support(draft: Draft) -> None:
     place = Placement(draft.device_type, draft.config.parallel.nnodes, num_launched)
     check_placement(chosen.strategy, draft.config, place)
     check_strategy(chosen.strategy, draft.config, chosen.axes)
+    if chosen.axes.context > 1:
+        method_of_run(draft.config, chosen.axes, draft.device_type)
 
 
 def check_images(draft: Draft) -> None:

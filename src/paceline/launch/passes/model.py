@@ -53,6 +53,7 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
 def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     from paceline.models.checks.step import check_adapted_step
     from paceline.models.classifiers.texts import any_text_classifier
+    from paceline.models.context.model_check import check_context_model
     from paceline.models.language import language_model_on_meta
     from paceline.models.notices import model_notices
     from paceline.models.positions import check_length
@@ -67,6 +68,7 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
     if config.lora.enable:
         check_adapted_step(model)
     notices = [Notice(*entry) for entry in model_notices(model, config)]
+    check_context_model(model, config, layout.axes)
     check_model_on_mesh(layout.strategy, model, config, layout.axes)
     return notices
 
@@ -89,6 +91,7 @@ def _stored(config: Config, layout: ParallelLayout) -> StoredCheck:
         parallel.tensor_plan,
         [layout.axes.pipeline, parallel.pipeline_schedule, parallel.stages_per_rank],
         [layout.axes.tensor, parallel.sequence_parallel],
+        layout.axes.context,
     )
 
 

@@ -1,1 +1,1 @@
-"""Attention over rows whose tokens are divided among the ranks of a context group."""
+"""Context parallelism: attention whose keys and values are on several ranks."""

@@ -15,18 +15,14 @@ from paceline.data.collate import segment_inputs
 from paceline.data.context.rows import RowDivision, divide_row
 from paceline.models import attention
 from paceline.models.context.blocks import ring_steps
-from paceline.models.context.choice import GATHER, METHODS, RING, ULYSSES
 from paceline.models.context.gather import LayerAttention, gather_attention, grouped_heads
 from paceline.models.context.kernels import find_block_kernel
+from paceline.models.context.methods import GATHER, RING, ULYSSES
 from paceline.models.context.place import ContextPlace
 from paceline.models.context.ring import Ring, ring_attention
 from paceline.models.context.ulysses import ulysses_attention
 from paceline.models.kernels.fused_attention import States, compute_dtype
 from paceline.models.transforms.compile import outside_graphs
-
-NAME = "paceline_context"
-#: Attribute of a model with :func:`context_attention`: the name of the attention it had before.
-_BEFORE = "_attention_before_context"
 
 
 def context_attention(
@@ -171,24 +167,13 @@ def install_context(model: Any, place: ContextPlace, method: str, kernel: str) -
     """
     from transformers import AttentionInterface
 
-    if method not in METHODS:
-        raise ValueError(f"{method} is not one of {', '.join(METHODS)}")
-    before = attention.attention_of(model)
-    if before is None or not hasattr(model, "set_attn_implementation"):
-        raise _fixed_attention(model)
     compute = outside_graphs(model, context_attention)
-    AttentionInterface.register(NAME, partial(compute, place=place, method=method, kernel=kernel))
-    attention.set_attention(model, NAME)
-    if attention.attention_of(model) != NAME:  # older code, whose attention cannot be replaced
+    AttentionInterface.register(
+        attention.CONTEXT_NAME, partial(compute, place=place, method=method, kernel=kernel)
+    )
+    if not attention.replace_attention(model, attention.CONTEXT_NAME):
         raise _fixed_attention(model)
-    if before != NAME:
-        setattr(model, _BEFORE, before)
     _join_group(place)
-
-
-def uninstall_context(model: Any) -> None:
-    """Give a model the attention that it had before :func:`install_context`."""
-    attention.set_attention(model, getattr(model, _BEFORE))
 
 
 def _join_group(place: ContextPlace) -> None:
@@ -203,6 +188,6 @@ def _fixed_attention(model: Any) -> ConfigError:
     return ConfigError(
         "context parallelism is not supported with {kind}: its attention cannot be replaced",
         code="context-attention-fixed",
-        fix="remove `context` from `parallel.mesh`, or train another model",
+        fix="leave `parallel.context` out, or train another model",
         kind=type(model).__name__,
     )

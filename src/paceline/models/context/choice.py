@@ -2,20 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
 
+from paceline.config.schema import Config
 from paceline.core import formatting
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.context.rows import divide_row
-from paceline.models.context.blocks import ring_steps
-from paceline.models.context.facts import AttentionFacts
+from paceline.distributed.mesh import ParallelDims
+from paceline.models.builtin import config_numbers
+from paceline.models.context.facts import AttentionFacts, attention_facts
+from paceline.models.context.methods import GATHER, METHODS, RING, ULYSSES
+from paceline.models.context.traffic import busiest_rank_bytes
 from paceline.models.kernels.attention_choice import MAX_HEAD_SIZE
 
-#: Names of the methods.
-RING, ULYSSES, GATHER = "ring", "ulysses", "gather"
-METHODS = (RING, ULYSSES, GATHER)
 #: Floating-point operations of attention per (query, key) pair and element of a head: a product
 #: and a sum in forward, and five such products to two in backward.
 _OPERATIONS = 2 * (1 + 2.5)
@@ -29,7 +29,7 @@ _TOKENS_PER_RANK = 8192
 class ContextMethod:
     """A method of context parallelism, and why it was chosen."""
 
-    method: str
+    name: str
     why: UserText
 
 
@@ -66,6 +66,34 @@ _RATES = {
 }
 
 
+def method_of_run(config: Config, dims: ParallelDims, device_type: str) -> ContextMethod:
+    """Choose the method of a run from the config.json of its model.
+
+    Raises:
+        ConfigError: the model or the device does not allow the method of the config, or none.
+    """
+    facts = attention_facts(config_numbers(config.model), dims.tensor)
+    tokens = config.train_args.max_length
+    _check_model(config, facts)
+    hosts = config.parallel.hosts[1]
+    spans_hosts = hosts > 1 and dims.context * dims.tensor > dims.size // hosts
+    return choose_method(
+        config.parallel.context_method,
+        dims.context,
+        facts,
+        device_type,
+        compute_dtype(config),
+        hosts if spans_hosts else 1,
+        num_tokens=tokens * config.train_args.per_device_train_batch_size,
+    )
+
+
+def compute_dtype(config: Config) -> str:
+    """Return the data type of queries, keys and values."""
+    args = config.train_args
+    return args.mixed_dtype or args.weight_dtype
+
+
 def choose_method(
     requested: str,
     size: int,
@@ -90,7 +118,6 @@ def choose_method(
     Raises:
         ConfigError: the model or the device does not allow the method, or none.
     """
-    _check_model(facts)
     reasons = {
         method: _obstacle(method, size, facts, device_type, dtype, has_varlen) for method in METHODS
     }
@@ -99,10 +126,10 @@ def choose_method(
         reason = reasons[requested]
         if reason is not None:
             raise ConfigError(
-                "context parallelism by `{method}` is not possible: {reason}",
+                "`parallel.context_method: {method}` is not supported here: {reason}",
                 code="context-method-not-possible",
-                allowed="{methods}",
-                methods=", ".join(["auto", *allowed]),
+                allowed=", ".join(["auto", *allowed]),
+                fix="set `parallel.context_method: auto`",
                 method=requested,
                 reason=reason,
             )
@@ -151,28 +178,23 @@ def method_cost(
         skips_pairs: whether the kernel of ``gather`` skips the pairs that the mask hides.
     """
     division = divide_row((num_tokens,), size)
-    own = max(division.num_local(rank) for rank in range(size))
+    sent = busiest_rank_bytes(
+        replace(facts, windows=(window,)), method, [(num_tokens,)], size, item_bytes
+    )
+    sent_bytes = sum(sent.values())
     pairs = facts.query_heads * max(division.num_pairs(rank, window) for rank in range(size))
-    key_width = facts.key_heads * (facts.head_size + facts.value_size)
     if method == RING:
-        steps = [ring_steps((num_tokens,), size, rank, window)[1:] for rank in range(size)]
-        # Keys and values in forward and again in backward, and the gradients of received ones.
-        sent = max(sum(2 * step.num_sent + step.num_received for step in each) for each in steps)
-        return MethodCost(sent * key_width * item_bytes, 3 * (size - 1), pairs, overlaps=True)
+        return MethodCost(sent_bytes, 3 * (size - 1), pairs, overlaps=True)
     if method == ULYSSES:
-        repeated = facts.key_heads * (size // gcd(facts.key_heads, size))
-        query_width = facts.query_heads * (facts.head_size + facts.value_size)
-        width = query_width + repeated * (facts.head_size + facts.value_size)
         share = facts.query_heads // size or 1
         total = sum(division.num_pairs(rank, window) for rank in range(size))
-        return MethodCost(2 * own * width * (size - 1) // size * item_bytes, 4, total * share)
+        return MethodCost(sent_bytes, 4, total * share)
     if not skips_pairs:
         pairs = facts.query_heads * max(
             sum(_rectangle(piece.start, piece.stop, window) for piece in pieces)
             for pieces in division.pieces
         )
-    # The gradients are summed in float32.
-    return MethodCost((size - 1) * own * key_width * (item_bytes + 4), 2, pairs)
+    return MethodCost(sent_bytes, 2, pairs)
 
 
 def _rectangle(start: int, stop: int, window: int | None) -> int:
@@ -200,23 +222,26 @@ def _seconds(cost: MethodCost, facts: AttentionFacts, rates: _Rates) -> float:
     return max(computing, sending) if cost.overlaps else computing + sending
 
 
-def _check_model(facts: AttentionFacts) -> None:
+def _check_model(config: Config, facts: AttentionFacts) -> None:
     """Raise ConfigError if no method computes the model's attention."""
     reason = None
     if facts.has_chunks:
         reason = UserText(
             "its layers attend within chunks of a row", code="context-attention-chunks"
         )
-    elif facts.has_changing_rope:
+    elif facts.fixed_positions is not None and config.train_args.max_length > facts.fixed_positions:
         reason = UserText(
-            "its position embeddings depend on the longest position in the tokens that are computed"
-            " together, which differs between the ranks",
+            "its position embeddings depend on the longest position in a row if samples are longer"
+            " than {tokens:token}, and a rank has only a part of the row",
             code="context-rope",
+            tokens=facts.fixed_positions,
         )
     if reason is not None:
         raise ConfigError(
-            "context parallelism is not possible with this model: {reason}",
+            "`parallel.context` is not supported with `model: {model}`: {reason}",
             code="context-not-possible",
+            fix="leave `parallel.context` out, or set a smaller `train_args.max_length`",
+            model=config.model,
             reason=reason,
         )
 

@@ -32,8 +32,8 @@ class AttentionFacts:
         has_sinks: whether there are scores without a key.
         has_dropout: whether attention weights have dropout.
         has_chunks: whether layers attend within chunks of a row.
-        has_changing_rope: whether position embeddings depend on the longest position in the tokens
-            that are computed together.
+        fixed_positions: number of tokens of a sample up to which position embeddings do not depend
+            on the longest position in the tokens that are computed together; None: they never do.
     """
 
     query_heads: int
@@ -45,7 +45,7 @@ class AttentionFacts:
     has_sinks: bool = False
     has_dropout: bool = False
     has_chunks: bool = False
-    has_changing_rope: bool = False
+    fixed_positions: int | None = None
 
 
 def attention_facts(config: JsonObject, tensor_size: int = 1) -> AttentionFacts:
@@ -78,7 +78,7 @@ def attention_facts(config: JsonObject, tensor_size: int = 1) -> AttentionFacts:
         fields.get("model_type") in _SINKS,
         any(_is_positive(fields.get(name)) for name in _DROPOUTS),
         bool(fields.get("attention_chunk_size")),
-        _has_changing_rope(fields),
+        _fixed_positions(fields),
     )
 
 
@@ -105,13 +105,23 @@ def _windows(fields: JsonObject) -> tuple[int | None, ...]:
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def _has_changing_rope(fields: JsonObject) -> bool:
+def _fixed_positions(fields: JsonObject) -> int | None:
     found = [fields.get("rope_parameters"), fields.get("rope_scaling")]
     for each in found[:]:
         if isinstance(each, Mapping):  # by kind of layer, in some models
             found.extend(each.values())
-    return any(
-        isinstance(each, Mapping) and each.get(name) in _CHANGING_ROPES
+    changing = [
+        each
         for each in found
-        for name in ("rope_type", "type")
-    )
+        if isinstance(each, Mapping)
+        and any(each.get(name) in _CHANGING_ROPES for name in ("rope_type", "type"))
+    ]
+    if not changing:
+        return None
+    limits = [
+        first_number({**fields, **each}, "original_max_position_embeddings")
+        or first_number(fields, "max_position_embeddings")
+        or 0
+        for each in changing
+    ]
+    return min(limits)

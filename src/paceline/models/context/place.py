@@ -1,16 +1,49 @@
-"""The place of a rank in context parallelism."""
+"""The place of a rank among the ranks that divide each row of tokens, and sums over them."""
 
-from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from paceline.distributed.communicator import Communicator
 
 
-@dataclass(frozen=True)
 class ContextPlace:
-    """The place of this rank in the group that divides the tokens of a row.
+    """A rank of a context group.
 
     Args:
-        group: the context group.
+        group: the ranks that divide each row. A copy in a loader process has none.
     """
 
-    group: Communicator
+    def __init__(self, group: Communicator) -> None:
+        self._group: Communicator | None = group
+        self.rank, self.size = group.rank, group.size
+
+    @property
+    def group(self) -> Communicator:
+        assert self._group is not None, "a loader process is in no group"
+        return self._group
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_group": None, "rank": self.rank, "size": self.size}
+
+
+class _SumOverParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, place: ContextPlace) -> torch.Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        place.group.wait(place.group.all_reduce(total))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def sum_over_parts(values: torch.Tensor, place: ContextPlace) -> torch.Tensor:
+    """Sum the values that the ranks of a group have computed from their parts of a row.
+
+    Every rank computes the same loss from the sum, and in backward the gradient of its own part;
+    the gradients of the ranks are added later.
+    """
+    result: torch.Tensor = _SumOverParts.apply(values, place)  # type: ignore[no-untyped-call]
+    return result

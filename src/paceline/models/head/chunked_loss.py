@@ -29,6 +29,11 @@ from paceline.models.head.softmax import (
     LogitTransform,
     weighted_sum,
 )
+from paceline.models.head.split_vocabulary import (
+    SplitLogitLosses,
+    SplitVocabulary,
+    split_vocabulary,
+)
 
 #: Products of 16-bit matrices on a CPU that are added to a sum in float32 are computed in parts of
 #: this size in bytes. On CUDA they are added without a copy.
@@ -86,7 +91,11 @@ class ChunkedLoss:
         if self.keep is not None:
             hidden = hidden[:, self.keep]
         flat = hidden.flatten(0, -2)
-        job = _Job(self, forward, flat.device.type, autocast_dtype(flat.device.type))
+        vocabulary = split_vocabulary(self.head)
+        if vocabulary is not None:
+            forward = vocabulary.forward
+        device_type = flat.device.type
+        job = _Job(self, forward, device_type, autocast_dtype(device_type), vocabulary)
         zeros = hidden.new_zeros((*hidden.shape[:-1], 1))
         if self.is_per_token:
             self.token_losses = torch.zeros(len(flat), dtype=torch.float32, device=flat.device)
@@ -155,6 +164,7 @@ class _Job:
     forward: Any
     device_type: str
     low_dtype: torch.dtype | None
+    vocabulary: SplitVocabulary | None
 
     @property
     def recomputes(self) -> bool:
@@ -177,6 +187,8 @@ class _Job:
         Args:
             scale: factor of the gradients, or one for each token [tokens], or None.
         """
+        if self.vocabulary is not None:
+            return SplitLogitLosses(self.loss, self.vocabulary, scale)
         if is_computed_as_on_cpu(self.device_type):
             return CachedLogitLosses(self.loss, scale)
         return DeviceLogitLosses(self.loss, scale)
@@ -232,6 +244,8 @@ class _Job:
                     _linear_gradients(add, _cast(x, self.low_dtype), values, bias, into, sums)
                 else:
                     self._module_gradients(add, x, weights, into, sums)
+        if self.vocabulary is not None and inputs is not None:
+            self.vocabulary.sum_gradient_(inputs, self.low_dtype or hidden.dtype)
         return losses.total(), inputs, sums
 
     def _module_gradients(

@@ -8,6 +8,7 @@ attention stores no scores (their section 5; Dao et al., "FlashAttention", 2022,
 compute in float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021).
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Self
@@ -287,6 +288,8 @@ def language_activations(
     joined: bool = True,
     low_weights: bool = False,
     tensor_ranks: int = 1,
+    splits_head: bool = False,
+    sequence_parallel: bool = False,
     merged: MergedExperts = NO_EXPERTS,
 ) -> Activations:
     """Estimate the activation memory of a micro-batch of ``tokens`` tokens, ``labels`` of
@@ -303,11 +306,14 @@ def language_activations(
         low_weights: whether the strategy stores or gathers trained weights in the low precision of
             the config, so that autocast makes no copies of them.
         tensor_ranks: number of ranks that split each layer.
+        splits_head: whether they split the head by the rows of the vocabulary.
+        sequence_parallel: whether they divide the tokens outside the split layers.
         merged: what adapters of fused experts need in a layer.
     """
     args, dims = config.train_args, dims.split(tensor_ranks)
     # With sequence parallelism, each rank has a part of the tokens outside the split layers.
-    token_parts = tensor_ranks if config.parallel.sequence_parallel else 1
+    token_parts = tensor_ranks if sequence_parallel else 1
+    head_parts = tensor_ranks if splits_head else 1
     is_pure = args.weight_dtype == "bfloat16"
     low = 2 if args.mixed_dtype or is_pure else FLOAT32_BYTES
     low_weights = is_pure or (low_weights and low != FLOAT32_BYTES)
@@ -341,7 +347,7 @@ def language_activations(
         blocks=tuple(round(size * tokens) for size in sizes),
         recomputed=recomputed + layer_matrices(dims, config, low),
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
-        loss=_loss(dims, config, labels, low, low_weights, device_type),
+        loss=_loss(dims, config, labels, low, low_weights, device_type, head_parts),
         temporary=temporary * tokens + merged.gradient,
         boundary=block.stream * dims.hidden * tokens,
         precision=WeightPrecision(
@@ -358,13 +364,21 @@ def _loss(
     low: int,
     low_weights: bool,
     device_type: str,
+    head_parts: int,
 ) -> LossMemory:
-    """Return the memory of the loss and of the head's output."""
+    """Return the memory of the loss and of the head's output.
+
+    Args:
+        head_parts: number of ranks that split the head.
+    """
     frozen, width = config.lora.enable, dims.vocabulary
     output = low if low != FLOAT32_BYTES else 0  # before it is cast to float32
     input_gradient = FLOAT32_BYTES * dims.hidden * labels
     chunks = choose_loss_chunks(config.train_args, width, device_type)
-    if not chunks.divides(labels):
+    if head_parts > 1:  # always computed in chunks
+        chunks = chunks._replace(tokens=chunks.tokens or math.ceil(labels))
+        width = math.ceil(width / head_parts)
+    elif not chunks.divides(labels):
         logits = low * width * labels
         capped = logits if dims.softcaps_logits else 0
         saved = FLOAT32_BYTES * width * labels  # log-probabilities
@@ -382,7 +396,7 @@ def _loss(
     logits = width * min(labels, chunks.tokens)
     in_float32 = FLOAT32_BYTES * logits
     if device_type == "cpu":
-        if output:
+        if output and head_parts == 1:
             in_float32 = min(in_float32, FLOAT_LOGITS_BYTES)
         # A soft cap computes the quotient and its tanh.
         in_float32 *= 3 if dims.softcaps_logits else 1

@@ -32,6 +32,7 @@ from paceline.models.shape.record import (
 )
 from paceline.models.shape.trace import Trace, on_meta, trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
+from paceline.models.tensor_plan.sequence import splits_tokens
 from paceline.models.weights.load import final_dtype
 
 
@@ -125,6 +126,7 @@ def _outline(
         block_output_elements=_block_outputs(model, probe),
         phases=phases,
         layer_uses=layer_uses,
+        splits_tokens=splits_tokens(model, plan),
     )
 
 

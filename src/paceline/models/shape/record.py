@@ -117,6 +117,7 @@ class ModelShape:
             blocks); None if the model was not traced.
         layer_uses: module of ``tensor_plan``, or matrix of an adapter of it → its uses in a forward
             pass; None if the model was not traced.
+        splits_tokens: whether sequence parallelism is on by default.
     """
 
     parameters: tuple[TensorShape, ...]
@@ -131,6 +132,7 @@ class ModelShape:
     block_output_elements: tuple[float, ...] = ()
     phases: Mapping[str, tuple[str, ...]] | None = None
     layer_uses: Mapping[str, tuple[LayerUse, ...]] | None = None
+    splits_tokens: bool = False
 
     @cached_property
     def _results(self) -> dict[Hashable, Any]:

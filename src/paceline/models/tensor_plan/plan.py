@@ -27,13 +27,14 @@ from paceline.models.tensor_plan.style import (
     kind_of,
     parse_style,
 )
+from paceline.models.tensor_plan.vocabulary import vocabulary_plan
 
 if TYPE_CHECKING:
     from torch import nn
 
 _SYNONYMS = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}
-#: Styles of embeddings and heads, which every rank holds in full, and of modules that compute with
-#: their local parameters, which is the default here.
+#: Styles of embeddings, whose split does not follow the model's own plan, and of modules that
+#: compute with their local parameters, which is the default here.
 _IGNORED = ("embedding_rowwise", "embedding_colwise", "replicate", "local_params")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _PEFT_PREFIX = "base_model.model."
@@ -89,6 +90,7 @@ def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[st
                 fix="remove the experts from `lora.target_modules`, or set `parallel.mode: zero3`",
                 name=name,
             )
+    plan.update(vocabulary_plan(model, plan))
     order = {
         name: number for number, name in enumerate(dict.fromkeys(_in_order(names, parameters)))
     }
@@ -196,7 +198,8 @@ def _configured_plan(
 def _style(style: str, pattern: str, source: str) -> str:
     style = _SYNONYMS.get(style, style)
     try:
-        parse_style(style)
+        if parse_style(style).name not in STYLES:
+            raise KeyError(style)
     except (KeyError, ValueError):
         raise ConfigError(
             "`parallel.tensor`: {source} has `{pattern}: {style}`, an unsupported style",

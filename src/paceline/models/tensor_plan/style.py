@@ -30,6 +30,10 @@ EXPERTS = "moe_tp_experts"
 #: A projection that is not split. The last features of its output (``:64``) go to all heads
 #: directly, not through a column layer.
 LATENT = "mla_kv_a_proj"
+#: The token embedding and the output head, whose weights are split by rows, one for each token of
+#: the vocabulary. If the ranks do not divide their number, the first ranks hold a row more.
+EMBEDDING, HEAD = "vocabulary_embedding", "vocabulary_head"
+VOCABULARY = (EMBEDDING, HEAD)
 
 _KINDS = {
     COLUMN: COLUMN,
@@ -43,8 +47,11 @@ _KINDS = {
     MULTI_QUERY_COLUMN: COLUMN,
     EXPERTS: EXPERTS,
     LATENT: LATENT,
+    EMBEDDING: EMBEDDING,
+    HEAD: HEAD,
 }
-STYLES = tuple(_KINDS)
+#: The styles that a plan in the config may have.
+STYLES = tuple(style for style in _KINDS if style not in VOCABULARY)
 _DEFAULT_NUMBER = {PACKED_COLUMN: 2, PACKED_ROW: 2}
 
 
@@ -96,7 +103,7 @@ def cut_axis(text: str, dims: int) -> int | None:
         return 0 if dims == 1 else dims - 1 if style.transposed else dims - 2
     if style.kind in (ROW, ROW_SPLIT):
         return None if dims == 1 else dims - 2 if style.transposed else dims - 1
-    return None
+    return 0 if style.kind in VOCABULARY else None
 
 
 def needed_divisor(text: str, length: int) -> int:
@@ -129,8 +136,8 @@ def ranges(text: str, length: int, size: int, rank: int) -> tuple[RowRange, ...]
         return RowRange(rank * share, share), RowRange(
             style.number * head, 2 * head, size, rank == 0
         )
-    share = length // size
-    return (RowRange(rank * share, share),)
+    share, rest = divmod(length, size)  # there is a rest only in a vocabulary
+    return (RowRange(rank * share + min(rank, rest), share + (rank < rest)),)
 
 
 def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:

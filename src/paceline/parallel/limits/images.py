@@ -9,7 +9,7 @@ from paceline.models.kinds import reads_images
 def check_vision_language(config: Config, dims: ParallelDims) -> None:
     """Raise ConfigError if a vision-language model would be divided in a way that vision towers do
     not support."""
-    names = [name for name in ("tensor", "pipeline") if getattr(dims, name) > 1]
+    names = [name for name in ("context", "tensor", "pipeline") if getattr(dims, name) > 1]
     if names and reads_images(config):
         setting = f"`parallel.{names[0]}: {getattr(dims, names[0])}`"
         raise ConfigError(

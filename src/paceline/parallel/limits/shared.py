@@ -5,6 +5,7 @@ from paceline.config.schema.tasks import PREFERENCE_TASKS
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Limit, Placement, Subject
 from paceline.parallel.limits import precision, training
+from paceline.parallel.limits.context import CONTEXT
 from paceline.parallel.limits.offload import ACTIVATION_OFFLOAD
 from paceline.parallel.limits.precision import FLOAT8_KEY
 
@@ -17,7 +18,7 @@ def with_dims(*names: str, every: bool = False) -> Subject:
         larger = [getattr(dims, name) > 1 for name in names]
         if not (all(larger) if every else any(larger)):
             return None
-        shown = ("shard", "tensor", "pipeline")
+        shown = ("shard", "context", "tensor", "pipeline")
         return " × ".join(
             f"{name} {getattr(dims, name)}" for name in shown if getattr(dims, name) > 1
         )
@@ -159,4 +160,5 @@ FOR_ALL = (
     *training.AVERAGE,
     NO_DIVIDED_PREFERENCES,
     NO_DIVIDED_REWARDS,
+    *CONTEXT,
 )

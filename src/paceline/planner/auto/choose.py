@@ -10,6 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
 from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.limits.context import CONTEXT_TASKS
 from paceline.parallel.registry import (
     OTHER_TRAINING,
     STRATEGIES,
@@ -66,6 +67,10 @@ def candidates(config: Config, num_devices: int) -> list[ParallelLayout]:
     if num_devices > 1:
         layouts += [free_layout(config, num_devices, name) for name in PLAIN]
         layouts += [ParallelLayout("hybrid", axes, num_devices) for axes in _hybrids(num_devices)]
+        if config.task in CONTEXT_TASKS:
+            layouts += [
+                ParallelLayout("hybrid", axes, num_devices) for axes in _divided(num_devices)
+            ]
     elif config.parallel.state_offload != "none":
         layouts += [free_layout(config, 1, name) for name in ("zero2", "zero3")]
     if mode_of(config.parallel) != "auto":
@@ -87,6 +92,14 @@ def _hybrids(num_devices: int) -> Iterator[ParallelDims]:
                     and sum(size > 1 for size in (data, shard, tensor, axes.pipeline)) > 1
                 ):
                     yield axes
+
+
+def _divided(num_devices: int) -> Iterator[ParallelDims]:
+    """Yield the products in which ranks divide rows, with replicas or with shards of the state."""
+    for context in _divisors(num_devices)[1:-1]:
+        yield ParallelDims(data=num_devices // context, context=context)
+    for context in _divisors(num_devices)[1:-1]:
+        yield ParallelDims(shard=num_devices // context, context=context)
 
 
 def _divisors(number: int) -> list[int]:

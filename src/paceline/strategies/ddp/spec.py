@@ -15,6 +15,7 @@ SINGLE = StrategySpec(
 DDP = StrategySpec(
     name="ddp",
     implementation="paceline.strategies.ddp.strategy:DDPStrategy",
+    extra_dims=("context",),
     cost_model="paceline.strategies.ddp.cost:estimate",
     capabilities=Capabilities(
         OPTIMIZER_ON_HOST, reduces_in_buckets=True, unequal_shares=True, mixed_devices=True

@@ -62,8 +62,9 @@ class ShardedParam:
 
 
 class FSDPSharding:
-    """Shards parameters, gradients and optimizer state of ``model`` along the axis "shard" of
-    ``world``, with replicas along the axis "data".
+    """Shards parameters, gradients and optimizer state of ``model`` along the axes "shard" and
+    "context" of ``world``, with replicas along the axis "data". The ranks of a context group have
+    parts of the same rows, so their gradients are summed like gradients of different rows.
 
     The parameters are plain tensors; they may be slices of a tensor-parallel model. The constructor
     is a collective.
@@ -120,9 +121,9 @@ class FSDPSharding:
         blocks: list[nn.Module] | None = None,
     ) -> None:
         self.model = model
-        self.shards = world.subgroup("shard")
+        self.shards = world.subgroup("shard", "context")
         self.copies = world.subgroup("data")
-        self.replicas = world.subgroup("data", "shard")
+        self.replicas = world.subgroup("data", "shard", "context")
         self.keeps_weights = not reshard_after_forward
         self._reduces_in_float32 = reduces_in_float32 or self.copies.size > 1
         #: Peak bytes of gathered weights between a forward and its backward, in stage 2.

@@ -78,7 +78,7 @@ class FSDPStrategy(Strategy):
     def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
         result = run(model)
         self.sharding.reshard()
-        return result if self.reports_loss else None
+        return self.reported(result)
 
     @property
     def replica_group(self) -> Communicator:

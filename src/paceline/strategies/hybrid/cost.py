@@ -10,6 +10,7 @@ from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_byte
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
 from paceline.models.shape.record import LayerUse, ModelShape, TensorShape, modules_around
+from paceline.models.tensor_plan.sequence import uses_sequence_parallel
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
@@ -28,6 +29,7 @@ from paceline.parallel.cost import Cost, Workload
 from paceline.strategies.fsdp.cost import estimate_zero3
 from paceline.strategies.pipeline.cost import PipelineCost, pipeline_cost
 from paceline.strategies.reducers.compression.cost import communication_cost
+from paceline.strategies.tensor.vocabulary_cost import vocabulary_traffic
 from paceline.strategies.zero1.cost import statistics_traffic
 
 
@@ -70,13 +72,17 @@ def _stages(shape: ModelShape, axes: ParallelDims, work: Workload, config: Confi
     )
     stages = []
     for rank, stage_shape in enumerate(stage_shapes):
-        # Each rank sends the gradients of its shards of tied weights.
-        tied = sum(
-            tensor.size_bytes * (copies[tensor.name] - 1)
-            for tensor in stage_shape.trained
-            if copies[tensor.name] > 1
+        # Each rank sends the gradients of its part of tied weights.
+        part = _part_of_stage(stage_shape, axes.tensor)
+        tied, local = (
+            sum(
+                tensor.size_bytes * (copies[tensor.name] - 1)
+                for tensor in held.trained
+                if copies[tensor.name] > 1
+            )
+            for held in (stage_shape, part)
         )
-        sends = pipeline.send_bytes[rank] - tied + tied // axes.shard
+        sends = pipeline.send_bytes[rank] - tied + local // axes.shard
         stages.append(_Stage(stage_shape, sends, pipeline.activations[rank]))
     return stages
 
@@ -107,11 +113,7 @@ def _stage_shapes(shape: ModelShape, pipeline: PipelineCost) -> list[ModelShape]
 def _stage_cost(
     stage: _Stage, model: ModelShape, axes: ParallelDims, work: Workload, config: Config
 ) -> Cost:
-    part = stage.shape
-    if axes.tensor > 1:
-        part = stage.shape.memoize(
-            ("tensor part", axes.tensor), lambda: _tensor_part(stage.shape, axes.tensor)
-        )
+    part = _part_of_stage(stage.shape, axes.tensor)
     if axes.shard > 1:
         sharded = ParallelDims(data=axes.data, shard=axes.shard)
         stage_work = replace(work, activations=stage.activations)
@@ -122,12 +124,23 @@ def _stage_cost(
     added: dict[str, int] = {}
     if axes.tensor > 1:
         added = _tensor_traffic(stage.shape, model, part, axes, work, config)
+        of_ends = stage.activations
+        vocabulary = vocabulary_traffic(
+            model, axes, work, config, of_ends.has_embedding, of_ends.has_head
+        )
+        added["all_reduce"] = added.get("all_reduce", 0) + vocabulary
     added["send"] = stage.send_bytes
     traffic = dict(base.traffic)
     for collective, size_bytes in added.items():
         if size_bytes:
             traffic[collective] = traffic.get(collective, 0) + size_bytes
     return replace(base, traffic=traffic)
+
+
+def _part_of_stage(shape: ModelShape, size: int) -> ModelShape:
+    if size == 1:
+        return shape
+    return shape.memoize(("tensor part", size), lambda: _tensor_part(shape, size))
 
 
 def _tensor_part(shape: ModelShape, size: int) -> ModelShape:
@@ -198,7 +211,9 @@ def _tensor_traffic(
     recomputed = config.train_args.recomputed_share(len(model.blocks))
     layers = stage.memoize("layers", lambda: Counter(_layers(stage, model)))
     size = axes.tensor
-    sequence = config.parallel.sequence_parallel
+    sequence = uses_sequence_parallel(
+        config.parallel.sequence_parallel, size, axes.pipeline, model.splits_tokens
+    )
     outer_bytes = stage.parameters[0].element_bytes if stage.parameters else 4
     element_bytes = stage.low_bytes or outer_bytes
     tokens = work.micro_batches * work.positions

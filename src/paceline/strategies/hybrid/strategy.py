@@ -1,9 +1,10 @@
-"""`hybrid`: combine pipeline, tensor, sharded and replicated data parallelism on one mesh.
+"""`hybrid`: combine pipeline, tensor, context, sharded and replicated data parallelism on one mesh.
 
 They are applied in this order: the pipeline assigns the blocks to stages; tensor parallelism splits
-the layers of a stage; the result is sharded (`shard` > 1: FSDP over the axes data and shard) or
-replicated (gradients in buckets over the axis data). Each of them receives plain modules with plain
-parameters, smaller than before. Sharding before splitting would produce wrong gradients.
+the layers of a stage; the result is sharded (`shard` > 1: FSDP over the axes data, shard and
+context) or replicated (gradients in buckets over the axes data and context). Each of them receives
+plain modules with plain parameters, smaller than before. Sharding before splitting would produce
+wrong gradients.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from paceline.parallel.state import (
 from paceline.parallel.strategy import EvalFn, MicroStep
 from paceline.strategies.reducers.buckets import make_buckets
 from paceline.strategies.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
+from paceline.strategies.tensor.vocabulary import vocabulary_notices
 
 if TYPE_CHECKING:
     from paceline.strategies.fsdp.sharding import FSDPSharding
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class HybridStrategy(BucketedStrategy):
-    """Trains on any product of the axes data, shard, tensor and pipeline."""
+    """Trains on any product of the axes data, shard, context, tensor and pipeline."""
 
     name = "hybrid"
     rank0_has_full_model = False
@@ -68,9 +70,10 @@ class HybridStrategy(BucketedStrategy):
             ("tensor",),
             ("pipeline",),
             ("data",),
-            ("shard",),
-            ("data", "shard"),
-            ("shard", "tensor", "pipeline"),
+            ("data", "context"),
+            ("shard", "context"),
+            ("data", "shard", "context"),
+            self._divided_axes,
         ):
             self.world.subgroup(*names)  # every rank makes its groups in this order
         sync_weights(model, self.world)
@@ -78,6 +81,7 @@ class HybridStrategy(BucketedStrategy):
         if axes.tensor > 1:
             plan = find_tensor_plan(model, self.config.parallel.tensor_plan)
             check_plan_sizes(model, plan, axes.tensor)
+            self.notices += vocabulary_notices(model, plan)
         if axes.pipeline > 1:
             from paceline.strategies.pipeline.runner import PipelineRunner
 
@@ -106,16 +110,14 @@ class HybridStrategy(BucketedStrategy):
                 low_dtype=low_dtype(self.config),
                 reduces_in_float32=self.config.parallel.reduce_dtype == "float32",
             )
-            if self.pipeline is not None:
-                self.pipeline.replica_group = self.world.subgroup("shard")
             self.trained = self.sharding.trained
         else:
             move_model(model, self.world.device)
             self.trained = trained_parameters(model)
-            self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
-            self.buckets, self.reducer = make_buckets(
-                self, self.trained, self.world.subgroup("data")
-            )
+            self.changing_buffers = changing_buffers(model) if self.replica_group.size > 1 else []
+            self.buckets, self.reducer = make_buckets(self, self.trained, self.replica_group)
+        if self.pipeline is not None and axes.shard * axes.context > 1:
+            self.pipeline.replica_group = self.world.subgroup("shard", "context")
         return model
 
     # -- a step
@@ -148,9 +150,14 @@ class HybridStrategy(BucketedStrategy):
             loss.backward()
             return
         assert self.buckets is not None
-        if self.tensor is not None and self.reducer is not None and self.world.device.type != "cpu":
+        axes = self.world.axes
+        if (
+            axes.tensor * axes.context > 1
+            and self.reducer is not None
+            and self.world.device.type != "cpu"
+        ):
             # The reducer's thread would start collectives of the data group while autograd starts
-            # collectives of the tensor group; NCCL needs the same order on all ranks.
+            # collectives of these groups; NCCL needs the same order on all ranks.
             loss.backward()
             self.buckets.start_reducing()
             return
@@ -163,7 +170,7 @@ class HybridStrategy(BucketedStrategy):
         else:
             assert self.buckets is not None
             self.buckets.finish()
-            self.world.subgroup("data").broadcast(self.changing_buffers)
+            self.replica_group.broadcast(self.changing_buffers)
         if self.tensor is not None:
             size = self.tensor.group.size
             self.tensor.sum_over_copies(
@@ -215,7 +222,7 @@ class HybridStrategy(BucketedStrategy):
             total -= squared_norm_of(
                 [gradient for gradient, rows in shared if not rows.owned], self.world.device
             )
-        group = self.world.subgroup("shard", "tensor", "pipeline")
+        group = self.world.subgroup(*self._divided_axes)
         group.wait(group.all_reduce(total))
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
         return clip_to(max_norm, total.sqrt().float(), scale)
@@ -225,7 +232,14 @@ class HybridStrategy(BucketedStrategy):
 
     @property
     def replica_group(self) -> Communicator:
-        return self.world.subgroup("data")
+        is_sharded = self.world.axes.shard > 1
+        return self.world.subgroup("data") if is_sharded else self.world.subgroup("data", "context")
+
+    @property
+    def _divided_axes(self) -> tuple[str, ...]:
+        """The axes over which the parameters of a replica are divided."""
+        sharded = ("shard", "context") if self.world.axes.shard > 1 else ("shard",)
+        return (*sharded, "tensor", "pipeline")
 
     def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from trained_state(self)
@@ -240,7 +254,8 @@ class HybridStrategy(BucketedStrategy):
 
     def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
         if self.pipeline is not None:
-            result = self.pipeline.evaluate(run, model)
+            sums = self.pipeline.evaluate(run, model)
+            result = None if sums is None else self.reported(sums)
         else:
             result = super().evaluate(run, model)
         if self.sharding is not None:
@@ -249,7 +264,7 @@ class HybridStrategy(BucketedStrategy):
 
     # -- state
     def tensor_shards(self) -> Iterable[TensorShard]:
-        first_replica = self.world.coordinates["data"] == 0
+        first_replica = self.replica_group.is_rank_zero
         for part in self._local_parts():
             owned = part.owned and first_replica and self._counts(part.name)
             cut = self.tensor.cuts.get(part.name) if self.tensor is not None else None

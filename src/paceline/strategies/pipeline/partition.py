@@ -67,12 +67,12 @@ class PartitionedModel:
             wrap_forward(block, partial(self._block, number))
             block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
         for name, region in division.regions.items():
-            if region in ("before", "both") and any(stage > 0 for stage in local_stages):
+            if region in ("before", "both"):
                 self._patch_outer(name, is_held=region == "both" or 0 in local_stages)
 
     # -- patching
     def _patch_outer(self, name: str, is_held: bool) -> None:
-        """Make a module before the blocks compute only shapes on later stages."""
+        """Make a module before the blocks compute only shapes on later stages and in probes."""
         parent_name, _, leaf = name.rpartition(".")
         parent = self.model.get_submodule(parent_name)
         module = getattr(parent, leaf)

@@ -256,7 +256,11 @@ class PipelineRunner:
             num_forwards = len(new)
             if self.replica_group is not None:
                 num_forwards = int(max(self.replica_group.gather_numbers(len(new))))
-            for shape, number in [*new.items(), *[(before[0], 0)] * (num_forwards - len(new))]:
+            forwards = [*new.items(), *[(before[0], 0)] * (num_forwards - len(new))]
+            if num_forwards and self.comm.axes.context > 1:
+                # The ranks of a context group must compute parts of the same rows.
+                forwards = list(zip(before, range(num_micro_batches), strict=True))
+            for shape, number in forwards:
                 self._learn_shapes(shape, number)
         return [self._known[shape] for shape in before]
 

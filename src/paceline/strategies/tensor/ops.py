@@ -6,10 +6,12 @@ Transformer Models", 2022, section 4.2.2: the same along the tokens). All ranks 
 the same collectives in the same order, because their graphs are the same.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from paceline.distributed.communicator import Communicator
 
@@ -26,10 +28,14 @@ def _all_reduced(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
 def _gathered(tensor: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
     """Concatenate the ranks' tensors, which have the same shape, along ``dim``."""
     tensor = tensor.contiguous()
-    stacked = torch.empty((group.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    group.wait(group.all_gather(stacked.view(-1), tensor.view(-1)))
     shape = list(tensor.shape)
     shape[dim] *= group.size
+    if math.prod(tensor.shape[:dim]) == 1:  # the parts follow each other in memory
+        result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        group.wait(group.all_gather(result.view(-1), tensor.view(-1)))
+        return result
+    stacked = torch.empty((group.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    group.wait(group.all_gather(stacked.view(-1), tensor.view(-1)))
     return stacked.movedim(0, dim).reshape(shape)
 
 
@@ -51,7 +57,11 @@ def _local_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
 
 
 def _gather_tokens(tensor: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
-    return _gathered(tensor, 1, group).narrow(1, 0, tokens)
+    gathered = _gathered(tensor, 1, group)
+    if gathered.shape[1] == tokens:
+        return gathered
+    # Not a view: models view it in another shape, and FSDP's hooks need an output of its own.
+    return gathered.narrow(1, 0, tokens).clone(memory_format=torch.contiguous_format)
 
 
 def _scatter_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
@@ -102,6 +112,23 @@ def gather_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
         lambda tensor: _gathered(tensor, last, group),
         lambda grad: _local_part(grad, last, group),
     )
+
+
+def gather_rows(x: torch.Tensor, size: int, group: Communicator) -> torch.Tensor:
+    """Gather the parts of the last dimension, for computations that are the same on all ranks. The
+    parts of the first ranks may have one element more.
+
+    Args:
+        size: number of elements of all parts.
+    """
+    share, rest = divmod(size, group.size)
+    if not rest:
+        return gather_features(x, group)
+    gathered = gather_features(functional.pad(x, (0, share + 1 - x.shape[-1])), group)
+    longer, padded = gathered.unflatten(-1, (group.size, share + 1)).split(
+        [rest, group.size - rest], dim=-2
+    )
+    return torch.cat([longer.flatten(-2), padded[..., :share].flatten(-2)], dim=-1)
 
 
 def split_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:

@@ -14,8 +14,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.distributed.communicator import Communicator
-from paceline.models.blocks import find_blocks
-from paceline.models.tensor_plan.style import COLUMN, ROW, SUMMED, kind_of
+from paceline.models.tensor_plan.sequence import blocks_reason, split_blocks
 from paceline.strategies.tensor.ops import enter_tokens, gather_tokens, leave_tokens, low_precision
 
 _TOKENS_ATTRIBUTE = "_paceline_tokens"  # of a block's output: tokens of the full row
@@ -34,13 +33,11 @@ class SequenceParallelizer:
         self._tokens = 0  # of the full row that the running block processes
         modules = dict(model.named_modules())
         parents = sorted({name.rpartition(".")[0] for name in plan})
-        blocks = [
-            (name, block)
-            for name, block in find_blocks(model)
-            if any(_inside(parent, name) for parent in parents)
-        ]
+        blocks = split_blocks(model, parents)
         self.blocks = [block for _, block in blocks]
-        _check_blocks(modules, plan, parents, blocks)
+        reason = blocks_reason(model, plan)
+        if reason is not None:
+            raise _unsupported(reason)
         for parent in parents:
             modules[parent].register_forward_pre_hook(self._before_parent, with_kwargs=True)
         for number, (_, block) in enumerate(blocks):
@@ -71,10 +68,11 @@ class SequenceParallelizer:
         return _replaced(args, kwargs, enter_tokens(hidden, self.group))
 
     def _before_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        # The number of the last block cannot be used: activation checkpointing runs blocks again,
-        # in another order.
+        # Activation checkpointing runs blocks again, in another order, on tensors without the
+        # attribute: then it is the number of the last forward pass.
         hidden = _hidden(args, kwargs)
-        for count in (_row_tokens(kwargs), getattr(hidden, _TOKENS_ATTRIBUTE, None)):
+        counts = (_row_tokens(kwargs), getattr(hidden, _TOKENS_ATTRIBUTE, None), self._tokens)
+        for count in counts:
             if count is not None and -(-count // self.group.size) == hidden.shape[1]:
                 self._tokens = count
                 return
@@ -93,12 +91,12 @@ class SequenceParallelizer:
         )
 
     def _after_block(self, block: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = output[0] if isinstance(output, tuple | list) else output
         setattr(hidden, _TOKENS_ATTRIBUTE, self._tokens)
 
     def _after_last(self, block: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (leave_tokens(output[0], self._tokens, self.group), *output[1:])
+        if isinstance(output, tuple | list):
+            return type(output)((leave_tokens(output[0], self._tokens, self.group), *output[1:]))
         return leave_tokens(output, self._tokens, self.group)
 
 
@@ -122,49 +120,6 @@ def _row_tokens(kwargs: Any) -> int | None:
         case (torch.Tensor() as rotary, *_) if rotary.dim() == 3:
             return int(rotary.shape[1])
     return None
-
-
-def _inside(name: str, block: str) -> bool:
-    return name.startswith(f"{block}.")
-
-
-def _check_blocks(
-    modules: Mapping[str, nn.Module],
-    plan: Mapping[str, str],
-    parents: list[str],
-    blocks: list[tuple[str, nn.Module]],
-) -> None:
-    """Check that every tensor-parallel layer is in a module of a block that has column layers and
-    row layers, and that the blocks' other modules are norms, which process each token alone."""
-    for parent in parents:
-        styles = {
-            kind_of(style) for name, style in plan.items() if name.rpartition(".")[0] == parent
-        }
-        if not any(_inside(parent, name) for name, _ in blocks):
-            raise _unsupported(
-                f"`{parent or 'the model itself'}` contains tensor-parallel layers, but is not a"
-                " module inside a block"
-            )
-        if not {COLUMN, ROW} <= styles <= {COLUMN, ROW, SUMMED}:
-            raise _unsupported(
-                f"the layers of `{parent}` have the styles {', '.join(sorted(styles))}, not colwise"
-                " and rowwise"
-            )
-    for name, block in blocks:
-        inside = [parent for parent in parents if _inside(parent, name)]
-        for path, module in block.named_modules():
-            full = f"{name}.{path}" if path else name
-            if not any(True for _ in module.parameters(recurse=False)):
-                continue
-            if any(full == layer or _inside(full, layer) for layer in plan):
-                continue
-            if "norm" not in type(module).__name__.lower() or any(
-                _inside(full, parent) for parent in inside
-            ):
-                raise _unsupported(
-                    f"`{full}` ({type(module).__name__}) is not split, and is not a norm between"
-                    " tensor-parallel layers"
-                )
 
 
 def _unsupported(reason: str) -> ConfigError:

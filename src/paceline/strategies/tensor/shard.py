@@ -23,15 +23,18 @@ from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import base_model, wrap_forward
 from paceline.models.tensor_plan.families import family_plan
 from paceline.models.tensor_plan.plan import check_divisible, check_sizes, find_tensor_plan
+from paceline.models.tensor_plan.sequence import splits_tokens, uses_sequence_parallel
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
+    EMBEDDING,
     EXPERTS,
     LATENT,
     MULTI_QUERY_COLUMN,
     ROW,
     ROW_SPLIT,
     SUMMED,
+    VOCABULARY,
     RowRange,
     cut_axis,
     kind_of,
@@ -50,7 +53,13 @@ from paceline.strategies.tensor.ops import (
     sum_parts,
 )
 from paceline.strategies.tensor.sequence import SequenceParallelizer
+from paceline.strategies.tensor.vocabulary import split_embedding, split_head
 
+_SEQUENCE_PARALLEL = UserText(
+    "tensor: activations between the split layers are divided along the tokens"
+    " (`parallel.sequence_parallel: auto`)",
+    code="sequence-parallel-on",
+)
 #: nn.MultiheadAttention uses the weights of this layer without calling it.
 _NEVER_SPLIT = nn.modules.linear.NonDynamicallyQuantizableLinear
 
@@ -119,16 +128,25 @@ class TensorParallelizer:
         modules = dict(model.named_modules())
         # The weights of other pipeline stages have been freed.
         self.plan = {name: style for name, style in plan.items() if _has_weights(name, modules)}
-        self._sequence = settings.sequence_parallel
+        self._sequence = uses_sequence_parallel(
+            settings.sequence_parallel,
+            group.size,
+            group.axes.pipeline,
+            splits_tokens(model, self.plan),
+        )
+        if self._sequence and settings.sequence_parallel == "auto":
+            self.notices.append(("info", _SEQUENCE_PARALLEL))
         self._shared = _SharedInput(group)
         self._slices: dict[int, TensorSlice] = {}
+        self._parts: dict[int, nn.Parameter] = {}  # by the id of the full parameter
         self._tied = _tied_parameters(model)
         check_plan_sizes(model, self.plan, group.size)
         keeps_numbers = bool(settings.tensor_plan) or bool(family_plan(_config(model)))
         divide_heads(self.plan, modules, group, keeps_numbers)
-        self._add_dropout_notice(modules)
+        in_blocks = {name: style for name, style in self.plan.items() if style not in VOCABULARY}
+        self._add_dropout_notice(modules, in_blocks)
         # Checks the structure of the model, so it comes before the layers are split.
-        tokens = SequenceParallelizer(model, group, self.plan) if self._sequence else None
+        tokens = SequenceParallelizer(model, group, in_blocks) if self._sequence else None
         for name, style in self.plan.items():
             if name in modules:
                 self._split_module(name, modules[name], style)
@@ -173,6 +191,9 @@ class TensorParallelizer:
         if kind == LATENT:
             wrap_forward(module, partial(self._latent, parse_style(style).number))
             return
+        if kind in VOCABULARY:
+            self._split_vocabulary(name, module, style)
+            return
         linear, adapters = _unwrap(name, module)
         adapter_style = style.partition("/")[0]  # LoRA's matrices are not transposed
         if kind in (COLUMN, COLUMN_GATHERED):
@@ -185,6 +206,16 @@ class TensorParallelizer:
                 self._split_row(f"{name}.lora_A", down, adapter_style)
             if kind != ROW_SPLIT:
                 self._split_dropout(module)
+
+    def _split_vocabulary(self, name: str, module: Any, style: str) -> None:
+        size = module.weight.shape[0]
+        (rows,) = ranges(style, size, self.group.size, self.group.rank)
+        for key in dict(module.named_parameters(recurse=False)):
+            self._split_parameter(name, module, key, style)
+        if style == EMBEDDING:
+            split_embedding(module, rows, self.group)
+        else:
+            split_head(module, rows, size, self.group)
 
     def _split_column(self, name: str, linear: Any, style: str, shared: bool) -> None:
         self._split_parameter(name, linear, "weight", style)
@@ -200,7 +231,10 @@ class TensorParallelizer:
 
     def _split_parameter(self, name: str, module: nn.Module, key: str, style: str) -> None:
         full = getattr(module, key)
-        if id(full) in self._tied:
+        if style in VOCABULARY and id(full) in self._parts:  # the embedding and the head share it
+            setattr(module, key, self._parts[id(full)])
+            return
+        if id(full) in self._tied and style not in VOCABULARY:
             raise ConfigError(
                 "`parallel.tensor` is not supported with `{name}.{key}`: it is used under several"
                 " names: {tied}",
@@ -218,6 +252,7 @@ class TensorParallelizer:
             [full.detach().narrow(dim, rows.start, rows.length) for rows in local], dim
         ).to(final_dtype(full))
         parameter = nn.Parameter(values, requires_grad=full.requires_grad)
+        self._parts[id(full)] = parameter
         self._slices[id(parameter)] = TensorSlice(dim, local, tuple(full.shape))
         setattr(module, key, parameter)
 
@@ -278,8 +313,10 @@ class TensorParallelizer:
         return result
 
     # -- checks
-    def _add_dropout_notice(self, modules: Mapping[str, nn.Module]) -> None:
-        for parent in {name.rpartition(".")[0] for name in self.plan if name.rpartition(".")[0]}:
+    def _add_dropout_notice(
+        self, modules: Mapping[str, nn.Module], plan: Mapping[str, str]
+    ) -> None:
+        for parent in {name.rpartition(".")[0] for name in plan if name.rpartition(".")[0]}:
             rates = [getattr(modules[parent], "attention_dropout", 0.0)]
             rates += [
                 module.p

@@ -17,6 +17,7 @@ from paceline.data.kinds.pair import PairKind, PreferenceSample, PreferenceTrans
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models import attention
 from paceline.models.builtin import resolve_model
+from paceline.models.context.place import sum_over_parts
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.softmax import IGNORED
 from paceline.models.head.transform import output_head
@@ -31,7 +32,6 @@ class PreferenceBatch(TokenBatch, total=False):
     """The sequences of the preferred answers of a micro-batch, then the other answers' sequences.
 
     Args:
-        target_counts: number of targets of each sequence, of packed rows.
         is_answer: whether each target belongs to an answer, bool in the shape of the targets, if
             the loss also covers prompts.
         answer_tokens: number of tokens of each sequence's answer, float32 [sequences].
@@ -43,7 +43,6 @@ class PreferenceBatch(TokenBatch, total=False):
         metric_sums: receives the metrics.
     """
 
-    target_counts: tuple[int, ...]
     is_answer: torch.Tensor
     answer_tokens: torch.Tensor
     index: torch.Tensor
@@ -185,7 +184,7 @@ class PreferenceTask(LanguageTask):
         )
         if self.objective.trains_on_prompts:
             batch["is_answer"] = self._answer_targets(tokens, sequences, answers)
-        return batch
+        return cast("PreferenceBatch", self._part_of(batch))
 
     def _answer_targets(
         self, tokens: TokenBatch, sequences: Sequence[TokenSample], answers: list[np.ndarray]
@@ -207,6 +206,9 @@ class PreferenceTask(LanguageTask):
 
     # -- losses
     def totals(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return self._once(self._totals(model, batch))
+
+    def _totals(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         if self._has_mismatched:
             return self.objective.totals({"kl": self._divergences(model, batch)})
         lengths = batch["answer_tokens"][: self.count(batch)]
@@ -222,12 +224,22 @@ class PreferenceTask(LanguageTask):
         totals = batch.get("totals", {})
         if not totals and self.total_names:  # of a single micro-batch
             with torch.no_grad():
-                totals = self.totals(model, batch)
+                totals = self._totals(model, batch)
         loss = self.objective.losses(rows, totals).sum()
         with torch.no_grad():
             detached = {name: row.detach() for name, row in rows.items()}
             batch["metric_sums"].record(self.objective.metrics(detached, totals))
+        if self.place is not None and self.place.rank:
+            # Each rank of the group has the loss of whole samples, and the gradient of its part.
+            loss = loss - loss.detach()
         return loss
+
+    def _once(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return values that each rank of a context group has, such that their sum over the group
+        is the value: zeros on all ranks but one."""
+        if self.place is None or self.place.rank == 0:
+            return values
+        return {name: torch.zeros_like(value) for name, value in values.items()}
 
     def finish_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         return self.objective.finish(metrics)
@@ -237,7 +249,7 @@ class PreferenceTask(LanguageTask):
         rows = dict(self._rows(model, batch))
         if self._has_mismatched:
             rows["kl"] = self._divergences(model, batch)
-        return {name: rows[name] for name in self.gathers}
+        return self._once({name: rows[name] for name in self.gathers})
 
     def metric_names(self, prepared: Prepared) -> list[str]:
         names = ["loss", *self.objective.metric_names, "rewards/margins"]
@@ -274,7 +286,7 @@ class PreferenceTask(LanguageTask):
             values = torch.stack([logps, others], dim=1)
         else:
             values = logps.unsqueeze(1)
-        return {"values": values, "index": batch["index"]}
+        return self._once({"values": values, "index": batch["index"]})
 
     def _rows(self, model: Any, batch: Any) -> Rows:
         """Return the values of each sample that its loss is computed from, except ``kl``."""
@@ -319,7 +331,9 @@ class PreferenceTask(LanguageTask):
         if losses.dim() == 2:
             return losses.sum(dim=1)
         # In the same order on every device, unlike a sum with atomic additions.
-        return torch.stack([part.sum() for part in losses.split(batch["target_counts"])])
+        counts = batch["target_counts" if self.place is None else "local_target_counts"]
+        sums = torch.stack([part.sum() for part in losses.split(counts)])
+        return sums if self.place is None else sum_over_parts(sums, self.place)
 
     def _token_losses(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the negative log-probability of each target in nats, float32 in the shape of the

@@ -254,7 +254,10 @@ class AnswerGenerator:
         the replicas do, or rank 0 processes all."""
         rank, num_shares = self.comm.rank, self.comm.size
         if self._works_together:
-            rank, num_shares = self.strategy.replica, self.strategy.num_replicas
+            # Ranks that divide rows in training have the same weights, and whole prompts here.
+            parts, part = self.comm.axes.context, self.comm.coordinates["context"]
+            rank = self.strategy.replica * parts + part
+            num_shares = self.strategy.num_replicas * parts
             fillers = -len(batches) % num_shares
             padded = [*((batch, False) for batch in batches), *((batches[0], True),) * fillers]
             return padded[rank::num_shares]

@@ -18,13 +18,20 @@ class SourceRecorder:
 
     Args:
         names: names of the sources.
-        reports_loss: whether the losses of this rank count.
+        computes_loss: whether the losses of this rank count.
+        reports_counts: whether the samples and tokens of this rank count.
         device: the device on which they are summed.
     """
 
-    def __init__(self, names: Sequence[str], reports_loss: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        computes_loss: bool,
+        reports_counts: bool,
+        device: torch.device,
+    ) -> None:
         self.names = names
-        self.reports_loss = reports_loss
+        self.computes_loss, self.reports_counts = computes_loss, reports_counts
         self._sums = torch.zeros(2, len(names), device=device)
         self._counts = np.zeros((2, len(names)))
         self._current: list[SourceLosses] = []
@@ -40,11 +47,10 @@ class SourceRecorder:
 
     def add_step(self) -> None:
         """Add the losses and the counts of the step."""
-        if not self.reports_loss:
-            return
         for losses in self._current:
-            self._counts += [losses.num_samples, losses.num_tokens]
-            if losses.sums is not None:
+            if self.reports_counts:
+                self._counts += [losses.num_samples, losses.num_tokens]
+            if self.computes_loss and losses.sums is not None:
                 self._sums += losses.sums.to(self._sums.device)
 
     def take(self) -> torch.Tensor:

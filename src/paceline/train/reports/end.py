@@ -130,6 +130,13 @@ def build_report(trainer: Trainer, status: str, best: BestModel | None) -> Repor
     if state.stop_reason is not None:
         report["stop_reason"] = state.stop_reason
     times = compile_times()
+    context_method = getattr(trainer.components.task, "context_method", None)
+    if context_method is not None:
+        report["context"] = {
+            "size": layout.axes.context,
+            "method": context_method.name,
+            "why": context_method.why,
+        }
     if times is not None:
         report["compile"] = {
             "graphs": times.count,

@@ -1,11 +1,15 @@
 """Figures of a run that several of its reports have."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from paceline.core.report import DataFigures
 from paceline.data.order.build import tokens_per_row
-from paceline.parallel.cost import Workload
+from paceline.parallel.cost import ContextWork, Workload
 from paceline.parallel.registry import get_spec, load_object
+from paceline.tasks.base import Task
 from paceline.train.trainer import Trainer
 
 #: Number of steps whose micro-batches are inspected to estimate the number of distinct IDs in a
@@ -29,11 +33,30 @@ def workload(trainer: Trainer, step: int) -> Workload:
         mean_length = tokens_per_row(trainer.spec.config, trainer.spec.data.sources)
     elif trainer.is_streamed and derived.tokens_per_step is not None:
         mean_length = derived.tokens_per_step / derived.global_batch_size
-    return Workload(
+    parts, samples = trainer.spec.layout.axes.context, derived.samples_per_micro_batch
+    work = Workload(
         derived.gradient_accumulation_steps,
-        derived.samples_per_micro_batch * mean_length,
+        samples * mean_length / parts,
         distinct=_distinct_ids(trainer, step),
+        labels=derived.samples_per_micro_batch * mean_length * _label_share(trainer),
     )
+    row = (max(1, round(mean_length)),) * max(1, round(samples))
+    return with_rows(work, trainer.components.task, [row])
+
+
+def with_rows(work: Workload, task: Task, rows: Sequence[tuple[int, ...]]) -> Workload:
+    """Return the workload of a task whose rows are divided, with the samples of some rows. Other
+    tasks have the same workload."""
+    method = getattr(task, "context_method", None)
+    if method is None:
+        return work
+    return replace(work, context=ContextWork(method.name, tuple(rows)))
+
+
+def _label_share(trainer: Trainer) -> float:
+    """Return the share of the tokens with a loss; 1 if it is unknown."""
+    data = trainer.spec.data
+    return data.label_tokens / data.train_tokens if data.label_tokens and data.train_tokens else 1.0
 
 
 def _distinct_ids(trainer: Trainer, step: int) -> tuple[tuple[float, ...], ...]:

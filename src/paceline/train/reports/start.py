@@ -26,6 +26,8 @@ from paceline.models.kernels.attention_choice import SDPA
 from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
 from paceline.models.shape.activations import Activations, language_activations
 from paceline.models.shape.dims import dims_of
+from paceline.models.tensor_plan.sequence import uses_sequence_parallel
+from paceline.models.tensor_plan.style import HEAD
 from paceline.parallel.registry import estimate_cost, get_spec
 from paceline.train.reports.figures import data_figures, workload
 from paceline.train.trainer import Trainer
@@ -173,6 +175,7 @@ def _activations(trainer: Trainer) -> Activations | None:
     predicted, as for all models except language models."""
     model: Any = trainer.components.model
     base, dataset, spec = base_model(model), trainer.data.train_dataset, trainer.spec
+    shape = trainer.components.shape
     train_args = spec.config.train_args
     lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
     dims = None
@@ -198,6 +201,13 @@ def _activations(trainer: Trainer) -> Activations | None:
         joined=kernel_of(base) == SDPA,
         low_weights=spec.layout.has_low_weights,
         tensor_ranks=spec.layout.axes.tensor,
+        splits_head=HEAD in shape.tensor_plan.values(),
+        sequence_parallel=uses_sequence_parallel(
+            spec.config.parallel.sequence_parallel,
+            spec.layout.axes.tensor,
+            spec.layout.axes.pipeline,
+            shape.splits_tokens,
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """Convert settings of torch's FSDP, as in transformers, Accelerate and axolotl, to a strategy of
 Paceline."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -268,17 +269,18 @@ def _fsdp_settings(
             keys.add_notice(by, "on a single host all ranks form one shard group")
         if ranks is not None and ranks % hosts == 0:
             settings["shard"] = ranks // hosts
-    sizes = {axis: keys.number(f"parallel.{axis}") for axis in ("data", "tensor", "pipeline")}
+    axes = ("data", "context", "tensor", "pipeline")
+    sizes = {axis: keys.number(f"parallel.{axis}") for axis in axes}
     if sizes["tensor"] * sizes["pipeline"] == 1 or plan.mode == "ddp":
         return settings
     settings["mode"] = "hybrid"
     if keys.native("parallel.shard") is None and "shard" not in settings:
-        others = sizes["data"] * sizes["tensor"] * sizes["pipeline"]
+        others = math.prod(sizes.values())
         if ranks is None or ranks % others:
-            axes = " and ".join(
+            larger = " and ".join(
                 f"`parallel.{axis}: {size}`" for axis, size in sizes.items() if size > 1
             )
-            why = f"FSDP with {axes} requires the number of shards"
+            why = f"FSDP with {larger} requires the number of shards"
             fix = (
                 "set `parallel.shard` (dp_shard_size): the number of ranks divided by the other"
                 " sizes"

@@ -144,7 +144,11 @@ def _add_notices(keys: StrategyKeys, names: Sequence[str], text: str) -> None:
 def _type_only(keys: StrategyKeys, kind: str) -> None:
     """Apply `distributed_type` if no other key chooses the strategy."""
     by, native = keys.by_name["_distributed_type"].entry, keys.native("parallel.mode")
-    axes = [axis for axis in ("shard", "tensor", "pipeline") if keys.number(f"parallel.{axis}") > 1]
+    axes = [
+        axis
+        for axis in ("shard", "context", "tensor", "pipeline")
+        if keys.number(f"parallel.{axis}") > 1
+    ]
     if axes:
         keys.add_notice(by, f"the sizes of the axes ({', '.join(axes)}) choose the strategy")
     elif native is None or native.entry.layer != by.layer:

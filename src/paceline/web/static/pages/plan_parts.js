@@ -11,8 +11,8 @@ import { texts } from "../i18n/plan.js";
 addTexts(texts);
 
 const PARTS = ["parameters", "gradients", "optimizer", "activations"];
-const SHOWN_MODES = ["single", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline"];
-const MODE_KEYS = /^parallel\.(mode|data|shard|tensor|pipeline)$/;
+const SHOWN_MODES = ["single", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "context"];
+const MODE_KEYS = /^parallel\.(mode|data|shard|context|tensor|pipeline)$/;
 
 /** Return the settings that do not select the mode as `key=value`, as the terminal shows them. */
 export const settingsText = (settings) =>

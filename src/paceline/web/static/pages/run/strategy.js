@@ -2,7 +2,7 @@
 
 import { has, t } from "../../lib/i18n.js";
 
-export const MESH_AXES = ["pipeline", "data", "shard", "tensor"];
+export const MESH_AXES = ["pipeline", "data", "shard", "context", "tensor"];
 
 /** Describe a strategy. null if the strategy is not known. */
 export function describeStrategy(strategy) {

@@ -11,6 +11,7 @@ const CHIP = { width: 88, height: 64, gapX: 30, gapY: 46 };
 const LINE_STYLES = {
   data: ["--s1", null],
   shard: ["--s3", "7 4"],
+  context: ["--s5", "7 2 2 2"],
   tensor: ["--s2", "2 4"],
   pipeline: ["--s4", "10 3 2 3"],
 };

@@ -1,0 +1,1 @@
+"""Context parallelism: ranks divide the tokens of each row."""
