@@ -131,6 +131,7 @@ def test_number_of_tokens_must_be_of_this_rank() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_older_attention_cannot_be_replaced() -> None:
     with raises_error(ConfigError, code="context-attention-fixed"):
         install_context(build_model("bloom"), lone_place(), "ring", "sdpa")
@@ -138,6 +139,7 @@ def test_older_attention_cannot_be_replaced() -> None:
         install_context(torch.nn.Linear(2, 2), lone_place(), "ring", "sdpa")
 
 
+@pytest.mark.soak
 def test_model_gets_its_attention_back() -> None:
     model = build_model("llama")
     before = attention.attention_of(model)

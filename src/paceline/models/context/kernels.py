@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from paceline.distributed import torch_compat
+from paceline.distributed.host_copies import tensor_of
 from paceline.models.attention import has_varlen
 from paceline.models.context.blocks import CAUSAL, FULL, AttentionBlock, TokenRange, Window
 from paceline.models.kernels.attention_choice import VARLEN
@@ -218,6 +219,10 @@ def _calls(blocks: Sequence[AttentionBlock], like: torch.Tensor) -> Iterator[_Va
     for window, group in groups.items():
         queries = tuple(block.num_queries for block in group)
         keys = tuple(block.num_keys for block in group)
+        if window == FULL and max(queries) == 1:
+            # For single queries without a window, flash attention exchanges heads and tokens, and
+            # leaves the log-sum-exp in that order.
+            window = Window(max(keys), -1)
         yield _VarlenCall(
             [block.queries for block in group],
             [block.keys for block in group],
@@ -236,7 +241,7 @@ def cumulative(lengths: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)  # all layers need the same few tensors, so the host copies each once
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return tensor_of([0, *accumulate(lengths)], torch.int32, device)
 
 
 def take(tensor: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:

@@ -76,7 +76,7 @@ class _RingAttention(torch.autograd.Function):
         sizes = _sizes(query, value, ring.kernel)
         wide = _pad(query, sizes.padded)
         merged = MergedOutput(
-            _pad(output, sizes.padded), lse, _pad(grad.to(output.dtype), sizes.padded)
+            _pad(output, sizes.padded), lse, _pad(grad.to(output.dtype).contiguous(), sizes.padded)
         )
         kind = _sum_dtype(query)
         query_grad = query.new_zeros(wide.shape, dtype=kind)

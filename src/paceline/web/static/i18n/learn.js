@@ -38,6 +38,9 @@ const en = {
   "learn.zero.text": "Which rank stores which shard of the training state, stage by stage.",
   "learn.tensor": "Tensor parallelism",
   "learn.tensor.text": "Column- and row-parallel layers, and their all-reduces.",
+  "learn.context": "Context parallelism",
+  "learn.context.text":
+    "Attention over a long row whose tokens are divided among ranks: which keys are sent where.",
   "learn.pipeline": "Pipeline parallelism",
   "learn.pipeline.text": "Schedules with measured times, and the bubble.",
   "learn.hybrid": "Device mesh",
@@ -89,6 +92,8 @@ const zh = {
   "learn.zero.text": "各阶段中，哪个 rank 保存训练状态的哪一部分。",
   "learn.tensor": "张量并行",
   "learn.tensor.text": "按列和按行切分的层，以及它们的 all-reduce。",
+  "learn.context": "上下文并行",
+  "learn.context.text": "长行的 token 分给各 rank 时的注意力：哪些键发往哪里。",
   "learn.pipeline": "流水线并行",
   "learn.pipeline.text": "各种调度的实测时间和气泡。",
   "learn.hybrid": "设备网格",
