@@ -25,6 +25,6 @@ def exchange_traffic(config: Config, dims: ParallelDims, work: Workload) -> Mapp
         work.context.rows,
         dims.context,
         4 if compute_dtype(config) == "float32" else 2,
-        forwards=1 + config.train_args.recomputed_share(len(facts.windows)),
+        forwards=1 + config.extra_forwards + config.train_args.recomputed_share(len(facts.windows)),
     )
     return {kind: work.micro_batches * size_bytes for kind, size_bytes in per_row.items()}
