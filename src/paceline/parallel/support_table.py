@@ -1,4 +1,4 @@
-"""The table of what each strategy supports, in docs/strategies.md.
+"""The tables of what each strategy supports, and of which axes combine, in docs/strategies.md.
 
 python -m paceline.parallel.support_table        # update it
 """
@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.config.schema import Config
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Capabilities, check_features, check_limits
 from paceline.parallel.limits.shared import FOR_ALL
-from paceline.parallel.registry import STRATEGIES
+from paceline.parallel.registry import STRATEGIES, layout
 
 BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->"
+AXES_BEGIN, AXES_END = "<!-- axes: begin -->\n", "<!-- axes: end -->"
+#: Axes of the second table.
+AXES = ("data", "shard", "context", "tensor", "pipeline", "expert")
 #: Sections of a config.
 Settings = dict[str, dict[str, str | bool]]
 #: Column → the settings that are checked.
@@ -52,6 +56,7 @@ def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, int]]]:
                 yield f"deepspeed-{stage}", name, dims, {"deepspeed_stage": stage}
         else:
             yield name, name, dims, {}
+    yield "expert", "hybrid", ParallelDims(data=2, expert=2), {"expert": 2}
 
 
 def reason_against(
@@ -71,6 +76,40 @@ def reason_against(
     except ConfigError as error:
         return error.what
     return None
+
+
+def pair_sizes(first: str, second: str) -> dict[str, int]:
+    """Return the sizes of two axes on four ranks. Experts are divided among ranks of the other
+    axis, or of the axis data."""
+    if second != "expert":
+        return {first: 2, second: 2}
+    if first in ("data", "shard", "context"):
+        return {first: 4, "expert": 2}
+    return {"data": 2, first: 2, "expert": 2}
+
+
+def reason_against_axes(sizes: dict[str, int]) -> str | None:
+    """Return why four ranks do not support sizes of axes; None if they do."""
+    try:
+        dims = layout(Parallel(**sizes), 4).axes
+    except ConfigError as error:
+        return error.what
+    return reason_against("hybrid", dims, sizes, {})
+
+
+def axes_table() -> str:
+    """Return the table of pairs of axes and the reasons, as Markdown."""
+    lines = ["| | " + " | ".join(f"`{axis}`" for axis in AXES[1:]) + " |", "|---|" + "---|" * 5]
+    reasons: dict[str, None] = {}
+    for row, first in enumerate(AXES[:-1]):
+        cells = [""] * row
+        for second in AXES[row + 1 :]:
+            reason = reason_against_axes(pair_sizes(first, second))
+            if reason is not None:
+                reasons[f"- {reason}."] = None
+            cells.append("–" if reason else "yes")
+        lines.append(f"| `{first}` | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *reasons, "", ""])
 
 
 def table() -> str:
@@ -98,9 +137,11 @@ def table() -> str:
 
 
 def updated(page: str) -> str:
-    """Return the page with an updated table."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    """Return the page with updated tables."""
+    for begin, end, content in ((BEGIN, END, table()), (AXES_BEGIN, AXES_END, axes_table())):
+        before, _, rest = page.partition(begin)
+        page = before + begin + content + end + rest.partition(end)[2]
+    return page
 
 
 if __name__ == "__main__":
