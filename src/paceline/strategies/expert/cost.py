@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib import import_module
 
 from paceline.config.schema import Config
 from paceline.distributed.collective_bytes import scatter_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.builtin import config_numbers
-from paceline.models.head.router_coefficient import coefficient_of
 from paceline.models.json_config import first_number, language_fields
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
@@ -37,10 +36,13 @@ def exchange_bytes(shape: ModelShape, axes: ParallelDims, work: Workload, config
     go back: twice in forward and, as gradients, twice in backward. Recomputation and the pass that
     counts the tokens for the auxiliary loss repeat the forward.
     """
-    fields = language_fields(config_numbers(config.model))
+    # Not imported above: these modules name torch in their types, and costs are known without it.
+    builtin = import_module("paceline.models.builtin")
+    coefficient = import_module("paceline.models.head.router_coefficient")
+    fields = language_fields(builtin.config_numbers(config.model))
     chosen = first_number(fields, *_CHOSEN) or 1
     recomputed = config.train_args.recomputed_share(len(shape.blocks))
-    forwards = 1 + recomputed + (coefficient_of(config) > 0)
+    forwards = 1 + recomputed + (coefficient.coefficient_of(config) > 0)
     size, rows = axes.expert, work.positions * chosen
     sent, received = work.exchanged_rows or (rows * (size - 1) / size,) * 2
     total = 0.0
