@@ -1,7 +1,7 @@
 """A worker that simulates training as common tools do it instead of with Paceline's settings: the
 logits of all tokens, gradients summed in float32 by FSDP, whose root has the embedding and the head
-and is freed after forward, whole embeddings and heads, and weights of tensor parallelism in bfloat16 with gradients that are freed
-after each step. Started by test_simulated_ranks.py."""
+and is freed after forward, whole embeddings and heads, and weights of tensor parallelism in
+bfloat16 with gradients that are freed after each step. Started by test_simulated_ranks.py."""
 
 import sys
 from collections.abc import Iterable
