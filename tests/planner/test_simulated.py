@@ -59,7 +59,7 @@ SIMULATED_MIB = {
     ("phi", "pipeline", False, False): 6017,
     ("qwen3_moe", "single", False, False): 50912,
     ("qwen3_moe", "single", True, True): 9016,
-    ("qwen3_moe", "tensor", False, False): 31518,
+    ("qwen3_moe", "tensor", False, False): 26100,
 }
 
 

@@ -1,7 +1,7 @@
 """A worker that simulates training as common tools do it instead of with Paceline's settings: the
 logits of all tokens, gradients summed in float32 by FSDP, whose root has the embedding and the head
-and is freed after forward, weights of tensor parallelism in bfloat16 with gradients that are freed
-after each step. Started by test_simulated_ranks.py."""
+and is freed after forward, whole embeddings and heads, and weights of tensor parallelism in
+bfloat16 with gradients that are freed after each step. Started by test_simulated_ranks.py."""
 
 import sys
 from collections.abc import Iterable
@@ -13,10 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.models.blocks import ModelEnds
+from paceline.models.tensor_plan.style import VOCABULARY
 from paceline.parallel.buckets.gradients import squared_norm_of
 from paceline.simulation import rank, worker
 from paceline.strategies.fsdp import sharding
 from paceline.strategies.hybrid import strategy as hybrid
+from paceline.strategies.tensor import shard
 from paceline.tasks.language import LanguageTask
 
 
@@ -67,6 +69,13 @@ def use_plain_settings(with_tensor_parallelism: bool) -> None:
     sharding.fully_shard = _free_after_forward
     LanguageTask.setup = lambda task, model: []  # type: ignore[method-assign]
     if with_tensor_parallelism:
+        find_plan = hybrid.find_tensor_plan
+        hybrid.find_tensor_plan = lambda model, configured: {
+            name: style
+            for name, style in find_plan(model, configured).items()
+            if style not in VOCABULARY
+        }
+        shard.uses_sequence_parallel = lambda *_: False
         build = rank.language_model_on_meta
         rank.language_model_on_meta = lambda config, device: build(config, device).bfloat16()
         hybrid.make_buckets = lambda strategy, trained, group: (

@@ -82,7 +82,10 @@ def test_agrees_with_a_script_without_paceline(model: str, name: str) -> None:
     peak, flops = EXPECTED[model][name]
     assert plain["peak_memory_bytes"] / GIB == pytest.approx(peak, rel=0.03)
     assert plain["flops"] / 1e12 == pytest.approx(flops, rel=0.03)
-    assert default["flops"] == pytest.approx(plain["flops"], rel=0.03)
+    if "tensor" in name:  # the head is split too
+        assert default["flops"] < 0.9 * plain["flops"]
+    else:
+        assert default["flops"] == pytest.approx(plain["flops"], rel=0.03)
 
 
 @pytest.mark.parametrize("model", EXPECTED_COUNTED)

@@ -16,8 +16,7 @@ from paceline.models.shape.activations import Activations, WeightPrecision, lang
 from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.block_memory import FLOAT32_BYTES
 from paceline.models.shape.record import ModelShape
-from paceline.models.tensor_plan.sequence import uses_sequence_parallel
-from paceline.models.tensor_plan.style import HEAD
+from paceline.models.tensor_plan.style import HEAD, uses_sequence_parallel
 from paceline.parallel.cost import ContextWork, Cost, Workload
 from paceline.parallel.limits.images import check_vision_language
 from paceline.parallel.registry import SIZE_KEYS, ParallelLayout, check_strategy, estimate_cost

@@ -2,7 +2,7 @@
 
 from paceline.config.schema import Config
 from paceline.models.shape.dims import LanguageDims
-from paceline.models.tensor_plan.sequence import uses_sequence_parallel
+from paceline.models.tensor_plan.style import uses_sequence_parallel
 from paceline.parallel.registry import ParallelLayout, get_spec
 from paceline.planner.setup import Optimizer, Precision, Recomputation, Software, TrainingSetup
 

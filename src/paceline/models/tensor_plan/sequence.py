@@ -4,26 +4,12 @@ tokens. Importing this module does not import torch."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from paceline.models.tensor_plan.style import COLUMN, ROW, SUMMED, VOCABULARY, kind_of
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def uses_sequence_parallel(
-    setting: bool | Literal["auto"], tensor: int, pipeline: int, splits_tokens: bool
-) -> bool:
-    """Return whether ``parallel.sequence_parallel`` is on.
-
-    Args:
-        tensor, pipeline: sizes of the axes of the mesh.
-        splits_tokens: result of :func:`splits_tokens` for the model.
-    """
-    if setting == "auto":
-        return tensor > 1 and pipeline == 1 and splits_tokens
-    return setting and tensor > 1
 
 
 def splits_tokens(model: nn.Module, plan: Mapping[str, str]) -> bool:

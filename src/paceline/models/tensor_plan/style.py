@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 COLUMN, ROW = "colwise", "rowwise"
 #: Column-parallel with a gathered output; row-parallel with an input that every rank has in full.
@@ -206,3 +207,17 @@ def _style_of(parameter: str, plan: Mapping[str, str]) -> tuple[str, str]:
             return style, part if part in ("lora_A", "lora_B") else ""
         module, _, part = module.rpartition(".")
     return "", ""
+
+
+def uses_sequence_parallel(
+    setting: bool | Literal["auto"], tensor: int, pipeline: int, splits_tokens: bool
+) -> bool:
+    """Return whether ``parallel.sequence_parallel`` is on.
+
+    Args:
+        tensor, pipeline: sizes of the axes of the mesh.
+        splits_tokens: whether it is on by default for the model.
+    """
+    if setting == "auto":
+        return tensor > 1 and pipeline == 1 and splits_tokens
+    return setting and tensor > 1

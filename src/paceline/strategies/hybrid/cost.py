@@ -10,7 +10,6 @@ from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_byte
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
 from paceline.models.shape.record import LayerUse, ModelShape, TensorShape, modules_around
-from paceline.models.tensor_plan.sequence import uses_sequence_parallel
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
@@ -23,6 +22,7 @@ from paceline.models.tensor_plan.style import (
     kind_of,
     local_ranges,
     parse_style,
+    uses_sequence_parallel,
 )
 from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.cost import Cost, Workload

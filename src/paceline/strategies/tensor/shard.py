@@ -23,7 +23,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import base_model, wrap_forward
 from paceline.models.tensor_plan.families import family_plan
 from paceline.models.tensor_plan.plan import check_divisible, check_sizes, find_tensor_plan
-from paceline.models.tensor_plan.sequence import splits_tokens, uses_sequence_parallel
+from paceline.models.tensor_plan.sequence import splits_tokens
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
@@ -41,6 +41,7 @@ from paceline.models.tensor_plan.style import (
     needed_divisor,
     parse_style,
     ranges,
+    uses_sequence_parallel,
 )
 from paceline.models.weights.load import final_dtype
 from paceline.strategies.tensor.heads import divide_heads

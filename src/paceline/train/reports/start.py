@@ -26,8 +26,7 @@ from paceline.models.kernels.attention_choice import SDPA
 from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
 from paceline.models.shape.activations import Activations, language_activations
 from paceline.models.shape.dims import dims_of
-from paceline.models.tensor_plan.sequence import uses_sequence_parallel
-from paceline.models.tensor_plan.style import HEAD
+from paceline.models.tensor_plan.style import HEAD, uses_sequence_parallel
 from paceline.parallel.registry import estimate_cost, get_spec
 from paceline.train.reports.figures import data_figures, workload
 from paceline.train.trainer import Trainer
