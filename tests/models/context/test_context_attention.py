@@ -1,6 +1,9 @@
 """Each method of context parallelism computes what one rank computes for the whole row."""
 
+import random
+
 import pytest
+import torch
 from context_reference import Case, difference, share, whole_row
 from ranks import run_ranks
 
@@ -53,3 +56,35 @@ def test_two_ranks_compute_what_one_computes() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_case_on_some_ranks(size: int) -> None:
     check([name for name, case in CASES.items() if case.heads % size == 0], size)
+
+
+def random_case(numbers: random.Random, size: int) -> Case:
+    key_heads = numbers.choice([1, 2, 3, 4])
+    lengths = [numbers.choice([1, 1, 2, 3, 5, 17, 40, 90]) for _ in range(numbers.randint(1, 9))]
+    return Case(
+        tuple(lengths),
+        key_heads * size * numbers.choice([1, 2]),
+        key_heads,
+        numbers.choice([4, 8, 16]),
+        numbers.choice([4, 8, 20]),
+        numbers.choice([None, 1, 2, 5, 16, 33, 64]),
+        dtype=torch.float64,
+    )
+
+
+def shares_of(world, cases):
+    place = ContextPlace(world)
+    return [share(case, place, method) for case in cases for method in METHODS]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_random_rows_in_double_precision(size: int) -> None:
+    numbers = random.Random(size)
+    cases = [random_case(numbers, size) for _ in range(40)]
+    results = run_ranks(shares_of, size, cases)
+    for number in range(len(METHODS) * len(cases)):
+        case = cases[number // len(METHODS)]
+        parts = [result[number] for result in results]
+        method = METHODS[number % len(METHODS)]
+        assert difference(case, whole_row(case), parts) <= 1e-13, (case, method)
