@@ -1,8 +1,12 @@
 """Describe the work of a training step and its estimated cost. Imports no torch."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from paceline.distributed.mesh import ParallelDims
+from paceline.models.context.facts import AttentionFacts
+from paceline.models.context.traffic import busiest_rank_bytes
 from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
 from paceline.models.shape.record import ModelShape, TensorShape, total_bytes
 
@@ -13,11 +17,33 @@ class ContextWork:
 
     Args:
         method: how they exchange keys and values.
+        facts: the model's attention layers.
+        item_bytes: bytes of an element of keys and values.
         rows: number of tokens of each sample, for some rows that stand for all.
     """
 
     method: str
+    facts: AttentionFacts
+    item_bytes: int
     rows: tuple[tuple[int, ...], ...]
+
+    def traffic(self, dims: ParallelDims, micro_batches: int, forwards: float) -> dict[str, int]:
+        """Return the bytes per step, by collective, that the rank of a context group sends that
+        sends most.
+
+        Args:
+            forwards: how often the forward of a layer runs in a micro-batch.
+        """
+        layers = math.ceil(len(self.facts.windows) / dims.pipeline)
+        per_row = busiest_rank_bytes(
+            replace(self.facts, windows=self.facts.windows[:layers]),
+            self.method,
+            self.rows,
+            dims.context,
+            self.item_bytes,
+            forwards,
+        )
+        return {kind: micro_batches * size_bytes for kind, size_bytes in per_row.items()}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import BATCH_NORMS
 
 
@@ -55,3 +56,16 @@ def batch_norm_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
         if isinstance(module, BATCH_NORMS)
         for parameter in module.parameters(recurse=False)
     )
+
+
+def sum_over_ranks(values: dict[str, torch.Tensor], group: Communicator) -> dict[str, torch.Tensor]:
+    """Sum values that all ranks of a group have under the same names. A collective."""
+    if not values:
+        return values
+    flat = torch.cat([value.flatten().to(group.wide_dtype) for value in values.values()])
+    group.wait(group.all_reduce(flat))
+    parts = flat.split([value.numel() for value in values.values()])
+    return {
+        name: part.view(value.shape).to(value.dtype)
+        for (name, value), part in zip(values.items(), parts, strict=True)
+    }

@@ -17,7 +17,6 @@ from paceline.models.shape.record import ModelShape
 from paceline.parallel import capabilities
 from paceline.parallel.capabilities import Capabilities, Placement, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
-from paceline.parallel.exchange_cost import exchange_traffic
 from paceline.parallel.limits.experts import with_experts
 from paceline.parallel.limits.shared import FOR_ALL, ONE_PROCESS
 from paceline.parallel.spec import StrategySpec
@@ -234,7 +233,10 @@ def estimate_cost(
     if dims.context == 1 or work.context is None:
         return cost
     traffic = dict(cost.traffic)
-    for collective, size_bytes in exchange_traffic(config, dims, work).items():
+    recomputed = config.train_args.recomputed_share(len(work.context.facts.windows))
+    forwards = 1 + config.extra_forwards + recomputed
+    exchanged = work.context.traffic(dims, work.micro_batches, forwards)
+    for collective, size_bytes in exchanged.items():
         traffic[collective] = traffic.get(collective, 0) + size_bytes
     return replace(cost, traffic=traffic)
 

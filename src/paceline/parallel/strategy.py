@@ -17,6 +17,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.models.weights.load import deferred_conversion
 from paceline.parallel.capabilities import Capabilities
 from paceline.parallel.comm_profile import CommProfile, StrategyMetrics
+from paceline.parallel.gradients import sum_over_ranks
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.optimizer_state import (
     OF_PART,
@@ -176,22 +177,14 @@ class Strategy(ABC):
 
     @property
     def reports_loss(self) -> bool:
-        """True on the rank that reports the losses and counts of its replica; exactly one rank of
-        each replica does."""
+        """True on the one rank of each replica that reports its counts."""
         return self.computes_loss and self.world.coordinates["context"] == 0
 
     @property
     def computes_loss(self) -> bool:
-        """True on the ranks whose losses sum to the loss of their replica: one rank for each part
-        of its tokens."""
+        """True on the ranks whose losses sum to the loss of their replica: one for each part."""
         place = self.world.coordinates
         return place["tensor"] == 0 and place["pipeline"] == self.world.axes.pipeline - 1
-
-    @property
-    def part_of_rows(self) -> tuple[int, ...]:
-        """Number of the part of each row that this rank computes, if ranks divide rows: the random
-        numbers of dropout depend on it."""
-        return (self.world.coordinates["context"],) if self.world.axes.context > 1 else ()
 
     @property
     def count_group(self) -> Communicator:
@@ -304,17 +297,10 @@ class Strategy(ABC):
         return self.reported(run(model))
 
     def reported(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        """Sum the results of an evaluation batch over the ranks that divide its tokens. A
-        collective of these ranks. Return None on ranks that do not report it."""
-        if sums and self.world.axes.context > 1 and self.computes_loss:
-            group = self.world.subgroup("context")
-            flat = torch.cat([value.flatten().to(group.wide_dtype) for value in sums.values()])
-            group.wait(group.all_reduce(flat))
-            parts = flat.split([value.numel() for value in sums.values()])
-            sums = {
-                name: part.view(value.shape).to(value.dtype)
-                for (name, value), part in zip(sums.items(), parts, strict=True)
-            }
+        """Sum the results of an evaluation batch over the ranks that divide its tokens, which is a
+        collective. Return None on ranks that do not report them."""
+        if self.world.axes.context > 1 and self.computes_loss:
+            sums = sum_over_ranks(sums, self.world.subgroup("context"))
         return sums if self.reports_loss else None
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The tables of what each strategy supports, and of which axes combine, in docs/strategies.md.
+"""The tables in docs/strategies.md: what each strategy supports, and which axes combine.
 
 python -m paceline.parallel.support_table        # update it
 """

@@ -9,7 +9,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
-from paceline.models.context.choice import method_of_run
+from paceline.models.context.choice import facts_of_run, item_bytes_of, method_of_run
 from paceline.models.head.router_coefficient import check_router_loss
 from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import Activations, WeightPrecision, language_activations
@@ -51,7 +51,9 @@ def workload(
     if parts > 1:
         method = method_of_run(config, layout.axes, "cpu" if is_cpu else "cuda")
         row = (max(1, round(batch.sample)),) * max(1, round(batch.positions / batch.sample))
-        work = replace(work, context=ContextWork(method.name, (row,)))
+        facts = facts_of_run(config, layout.axes)
+        context = ContextWork(method.name, facts, item_bytes_of(config), (row,))
+        work = replace(work, context=context)
     if profile.dims is None:
         copies = _weight_copies(profile.shape, layout)
         return replace(

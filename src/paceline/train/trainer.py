@@ -187,7 +187,9 @@ class Trainer:
         precision = components.precision
         progress, step, args = self.ctx.progress, self.state.step, self.spec.config.train_args
         first_number, is_first_step = self.data.first_micro_batch, step == self.state.first_step
-        part = self.strategy.part_of_rows
+        world = self.strategy.world
+        # Ranks that divide rows draw other masks of dropout.
+        part = (world.coordinates["context"],) if world.axes.context > 1 else ()
 
         def micro_step(number: int, model: nn.Module) -> torch.Tensor:
             batch = batches[number]

@@ -177,7 +177,9 @@ def _train(
         labels=statistics.fmean(_after_first(labels)),
         exchanged_rows=strategy.exchanged_rows(),
     )
-    work = with_rows(work, components.task, [row for step in _after_first(rows) for row in step])
+    work = with_rows(
+        work, components.task, world.axes, [row for step in _after_first(rows) for row in step]
+    )
     layout = trial.spec.layout
     cost = estimate_cost(layout.strategy, components.shape, layout.axes, work, trial.spec.config)
     reference = Path(certification.folder) / "reference.safetensors"

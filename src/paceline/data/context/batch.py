@@ -18,9 +18,8 @@ def divide_batch(batch: TokenBatch, rank: int, size: int) -> TokenBatch:
     """Return the part of a batch of :func:`~paceline.data.collate.collate_packed` that one rank of
     a context group computes.
 
-    A target stays with the token that predicts it. The lengths of the samples and the counts remain
-    those of the row: attention needs the former, and the counts of a row are added once. A rank
-    without tokens gets the first token of the row as a filler without targets, so that it takes
+    A target stays with the token that predicts it. Each part has the lengths of all samples, which
+    attention needs, and the counts of the row, which are added once. A rank without tokens gets the first token of the row as a filler without targets, so that it takes
     part in the collectives of a forward pass.
     """
     division = divide_row(batch["segment_lengths"], size)

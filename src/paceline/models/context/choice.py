@@ -72,7 +72,7 @@ def method_of_run(config: Config, dims: ParallelDims, device_type: str) -> Conte
     Raises:
         ConfigError: the model or the device does not allow the method of the config, or none.
     """
-    facts = attention_facts(config_numbers(config.model), dims.tensor)
+    facts = facts_of_run(config, dims)
     tokens = config.train_args.max_length
     _check_model(config, facts)
     hosts = config.parallel.hosts[1]
@@ -86,6 +86,16 @@ def method_of_run(config: Config, dims: ParallelDims, device_type: str) -> Conte
         hosts if spans_hosts else 1,
         num_tokens=tokens * config.train_args.per_device_train_batch_size,
     )
+
+
+def facts_of_run(config: Config, dims: ParallelDims) -> AttentionFacts:
+    """Return the facts of the model's attention layers on a tensor-parallel rank."""
+    return attention_facts(config_numbers(config.model), dims.tensor)
+
+
+def item_bytes_of(config: Config) -> int:
+    """Return the bytes of an element of queries, keys and values."""
+    return 2 if compute_dtype(config) in _LOW else 4
 
 
 def compute_dtype(config: Config) -> str:

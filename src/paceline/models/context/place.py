@@ -23,8 +23,12 @@ class ContextPlace:
         assert self._group is not None, "a loader process is in no group"
         return self._group
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"_group": None, "rank": self.rank, "size": self.size}
+    def __getstate__(self) -> tuple[int, int]:
+        return self.rank, self.size
+
+    def __setstate__(self, state: tuple[int, int]) -> None:
+        self._group = None
+        self.rank, self.size = state
 
 
 class _SumOverParts(torch.autograd.Function):

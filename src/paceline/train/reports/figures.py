@@ -7,6 +7,8 @@ import numpy as np
 
 from paceline.core.report import DataFigures
 from paceline.data.order.build import tokens_per_row
+from paceline.distributed.mesh import ParallelDims
+from paceline.models.context.choice import facts_of_run, item_bytes_of
 from paceline.parallel.cost import ContextWork, Workload
 from paceline.parallel.registry import get_spec, load_object
 from paceline.tasks.base import Task
@@ -41,16 +43,19 @@ def workload(trainer: Trainer, step: int) -> Workload:
         labels=derived.samples_per_micro_batch * mean_length * _label_share(trainer),
     )
     row = (max(1, round(mean_length)),) * max(1, round(samples))
-    return with_rows(work, trainer.components.task, [row])
+    return with_rows(work, trainer.components.task, trainer.spec.layout.axes, [row])
 
 
-def with_rows(work: Workload, task: Task, rows: Sequence[tuple[int, ...]]) -> Workload:
+def with_rows(
+    work: Workload, task: Task, axes: ParallelDims, rows: Sequence[tuple[int, ...]]
+) -> Workload:
     """Return the workload of a task whose rows are divided, with the samples of some rows. Other
     tasks have the same workload."""
     method = getattr(task, "context_method", None)
     if method is None:
         return work
-    return replace(work, context=ContextWork(method.name, tuple(rows)))
+    facts, item_bytes = facts_of_run(task.config, axes), item_bytes_of(task.config)
+    return replace(work, context=ContextWork(method.name, facts, item_bytes, tuple(rows)))
 
 
 def _label_share(trainer: Trainer) -> float:
