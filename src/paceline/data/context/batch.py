@@ -19,8 +19,9 @@ def divide_batch(batch: TokenBatch, rank: int, size: int) -> TokenBatch:
     a context group computes.
 
     A target stays with the token that predicts it. Each part has the lengths of all samples, which
-    attention needs, and the counts of the row, which are added once. A rank without tokens gets the first token of the row as a filler without targets, so that it takes
-    part in the collectives of a forward pass.
+    attention needs, and the counts of the row, which are added once. A rank without tokens gets the
+    first token of the row as a filler without targets, so that it takes part in the collectives of
+    a forward pass.
     """
     division = divide_row(batch["segment_lengths"], size)
     positions = division.positions(rank)
