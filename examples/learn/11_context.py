@@ -1,6 +1,6 @@
 """Ring attention: each rank has a part of a long sequence, and keys travel around the ring.
 
-Run: torchrun --standalone --nproc-per-node 4 examples/learn/15_context.py
+Run: torchrun --standalone --nproc-per-node 4 examples/learn/11_context.py
 """
 
 import torch
