@@ -453,7 +453,7 @@ def make_trials(
                 update={"train_args": config.train_args.model_copy(update={"packing": False})}
             )
         try:
-            verify._check_mode(verify_mode, trial_config)
+            verify._check_mode(verify_mode, trial_config, devices.type)
             accepted.append((verify_mode, trial_config))
         except ConfigError as error:
             rejected[mode] = error.paragraph()

@@ -434,4 +434,4 @@ def test_verify_leaves_out_division_of_the_model(models: dict[str, Path]) -> Non
     config = make_config(models["llava"], "d")
     for name in ("tensor", "pipeline"):
         with raises_error(ConfigError, code="vision-language-layout", naming=name):
-            _check_mode(make_mode(name, config, 2), config)
+            _check_mode(make_mode(name, config, 2), config, "cpu")

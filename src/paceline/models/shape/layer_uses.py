@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from paceline.distributed import torch_compat
-from paceline.models.blocks import find_blocks
+from paceline.models import attention
+from paceline.models.blocks import base_model, find_blocks
 from paceline.models.shape.record import LayerUse
 from paceline.models.shape.trace import TRACE_ERRORS, made_up_inputs, runs_on_its_device
 from paceline.models.tensor_plan.style import COLUMN, COLUMN_GATHERED, LATENT, SUMMED, kind_of
@@ -37,6 +38,7 @@ def trace_layer_uses(
         with (
             ExitStack() as stack,
             runs_on_its_device(model),
+            attention.without_packing(base_model(model)),
             torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda tensor: tensor),
         ):
             for handle in recorder.attach(model.train(), plan):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import first_line
-from paceline.data.collate import find_tensors, segment_inputs
+from paceline.data.collate import find_tensors
 from paceline.distributed import torch_compat
 from paceline.distributed.torch_compat import TorchDispatchMode
 from paceline.models import attention
@@ -215,10 +215,6 @@ def made_up_inputs(model: nn.Module) -> dict[str, object] | None:
         inputs: dict[str, object] = {
             "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)
         }
-        # Packed attention requires the lengths of the samples.
-        if attention.attention_of(base) == attention.NAME:
-            inputs["position_ids"] = torch.arange(2, device=first.device).unsqueeze(0)
-            inputs |= segment_inputs((2,), first.device)
         return inputs | ({"use_cache": False} if "use_cache" in arguments else {})
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     if "pixel_values" in arguments and isinstance(size, int):
@@ -234,7 +230,9 @@ def trace_model(model: nn.Module, run: Callable[[nn.Module], object] | None = No
     """Trace a forward pass over made-up inputs or, if the inputs are unknown or the forward pass
     fails, trace ``run``. Return None if neither is possible."""
     inputs = made_up_inputs(model)
-    result = None if inputs is None else trace(model, lambda module: module(**inputs))
+    # Attention for packed rows requires the lengths of the samples, for divided rows other ranks.
+    with attention.without_packing(base_model(model)):
+        result = None if inputs is None else trace(model, lambda module: module(**inputs))
     if run is not None and (result is None or result.error is not None) and not on_meta(model):
         return trace(model, run)
     return result

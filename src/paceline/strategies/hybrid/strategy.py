@@ -129,6 +129,8 @@ class HybridStrategy(BucketedStrategy):
                 own=own,
             )
             self.trained = self.sharding.trained
+            if self.pipeline is not None:
+                self.pipeline.gathered_dtype = low_dtype(self.config)
         else:
             move_model(model, self.world.device)
             self.trained = trained_parameters(model)

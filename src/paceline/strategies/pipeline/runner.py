@@ -98,6 +98,9 @@ class PipelineRunner:
         self._keeps_shape = True
         #: The same stage's ranks in other replicas, if a forward has collectives among them (FSDP).
         self.replica_group: Communicator | None = None
+        #: Data type in which weights are gathered, if they are sharded in another one. A probe
+        #: computes with the weights as they are stored.
+        self.gathered_dtype: torch.dtype | None = None
         self._checked: set[int] = set()
         self._supported_schedule(config.train_args.gradient_accumulation_steps)
 
@@ -241,7 +244,8 @@ class PipelineRunner:
             ]
         before = [shape for shape, _ in inputs]
         if not self.comm.has_peers:  # then the blocks are assumed to keep shape and dtype
-            return [(hidden,) * (self.division.num_stages - 1) for hidden in inputs]
+            hidden = [(shape, self.gathered_dtype or dtype) for shape, dtype in inputs]
+            return [(each,) * (self.division.num_stages - 1) for each in hidden]
         if not self._known:
             self._learn_shapes(before[0], 0)
         new = {
