@@ -9,13 +9,17 @@ Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2, this division).
 The cuts don't depend on where samples begin, so samples may cross them.
 """
 
+from __future__ import annotations
+
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Piece(NamedTuple):
@@ -78,6 +82,8 @@ class RowDivision:
 
     def positions(self, rank: int) -> np.ndarray:
         """Return the positions of a rank's tokens in the row, int64 [tokens of the rank]."""
+        import numpy as np  # commands that only describe themselves need none
+
         ranges = [np.arange(start, stop, dtype=np.int64) for start, stop in self.ranges(rank)]
         return np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
 
@@ -102,7 +108,7 @@ class RowDivision:
         pieces = []
         offset = 0
         for start, stop in self.ranges(rank):
-            number = int(np.searchsorted(ends, start, side="right"))
+            number = bisect_right(ends, start)
             while start < stop:
                 end = min(ends[number], stop)
                 pieces.append(Piece(ends[number] - self.lengths[number], start, end, offset))
