@@ -24,6 +24,8 @@ ARGS = (
 SINGLE = ("parallel.mode=single", "train_args.gradient_accumulation_steps=4")
 DATA = ("parallel.expert=2", "parallel.num_gpus=2", "train_args.gradient_accumulation_steps=2")
 SHARDED = (*DATA, "parallel.shard=2")
+#: No expert is trained.
+OF_ATTENTION = ("lora.enable=true", "lora.target_modules=q_proj,v_proj", "lora.dropout=0")
 ADAPTERS = ("lora.enable=true", "lora.target_modules=q_proj,w1,w2,w3", "lora.dropout=0")
 
 
@@ -33,8 +35,9 @@ ADAPTERS = ("lora.enable=true", "lora.target_modules=q_proj,w1,w2,w3", "lora.dro
         ((DATA, SINGLE, SHARDED), ()),
         ((SHARDED, DATA, SINGLE), ()),
         ((DATA, SHARDED, SINGLE), ADAPTERS),
+        ((DATA, SHARDED, SINGLE), OF_ATTENTION),
     ],
-    ids=["data", "shard", "adapters"],
+    ids=["data", "shard", "adapters", "adapters of attention"],
 )
 def test_checkpoints_move_between_layouts(
     layouts: tuple[tuple[str, ...], ...], more: tuple[str, ...], tmp_path: Path
