@@ -73,3 +73,21 @@ def test_report_has_the_size_and_the_traffic(tmp_path: Path) -> None:
     assert figures["strategy"] == "hybrid"
     (*_, last) = events(tmp_path / "run", "step")
     assert last["traffic"]["all_to_all"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*OF_ATTENTION, "train_args.gradient_accumulation_steps=2"),
+        ("lora.enable=true", "lora.target_modules=w1,w2,w3", "lora.dropout=0"),
+        ("train_args.trainable=[experts]",),
+    ],
+    ids=["attention", "adapters", "experts"],
+)
+def test_traffic_of_partly_frozen_models_is_predicted(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = f"model={make_model('mixtral', tmp_path, intermediate_size=1024)}"
+    modes = ("--world-size", "4", "--modes", "shard4-expert2", "--steps", "3")
+    process = run(model, *ARGS, *settings, *modes, verb="verify")
+    assert "1 of 1 modes agree" in process.stdout
