@@ -336,8 +336,8 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
         )
     if axes.expert > 1 and profile.num_experts == 0:
         raise ConfigError(
-            "expert parallelism is not supported with this model: it has no experts, or transformers"
-            " has no plan that divides them",
+            "expert parallelism is not supported with this model: it has no experts, or"
+            " transformers has no plan that divides them",
             code="plan-without-experts",
         )
     if axes.expert > 1 and profile.num_experts % axes.expert:
