@@ -1,13 +1,15 @@
-"""The support table: each strategy is run with each option on two ranks and compared with its
-declared capabilities."""
+"""The support tables: each strategy is run with each option on two ranks, and each pair of axes on
+four ranks, and compared with the declared capabilities."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from commands import run
+from families import make_model
 
 from paceline.parallel import support_table
 
@@ -76,6 +78,23 @@ def run_modes(option: str, folder: Path) -> dict[str, tuple[str, str]]:
     return cells
 
 
+def run_axes(
+    names: list[str], folder: Path, **changes: str | dict[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Return the results of three steps of training with products of axes on four ranks.
+
+    Args:
+        names: names of the modes of ``paceline verify``.
+        changes: keys in which the config differs from MICRO.
+    """
+    file = folder / "config.yaml"
+    content = yaml.safe_dump({**MICRO, **changes, "parallel": {"device": "cpu"}})
+    file.write_text(content, encoding="utf-8")
+    args = (str(file), "--world-size", "4", "--steps", "3", "--modes", ",".join(names), "--json")
+    process = run(*args, verb="verify", timeout_s=400.0)
+    return {row["mode"]: row for row in json.loads(process.stdout)["modes"]}
+
+
 def test_table_in_the_docs_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert support_table.updated(page) == page
@@ -95,3 +114,32 @@ def test_table_matches_three_steps_of_training(option: str, tmp_path: Path) -> N
     }
     for mode, (cell, reason) in run_modes(option, tmp_path).items():
         assert (cell == "yes") == (expected[mode] is None), f"{mode} with {option}: {reason}"
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
+def test_axes_match_three_steps_of_training(has_experts: bool, tmp_path: Path) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    sizes = [
+        support_table.pair_sizes(*pair)
+        for pair in combinations(support_table.AXES, 2)
+        if ("expert" in pair) == has_experts
+    ]
+    expected = {
+        "-".join(f"{axis}{size}" for axis, size in each.items()): (
+            support_table.reason_against_axes(each)
+        )
+        for each in sizes
+    }
+    names = [name for name, reason in expected.items() if reason is None]
+    refused = {name: reason for name, reason in expected.items() if reason is not None}
+    model = {"model": str(make_model("mixtral", tmp_path))} if has_experts else {}
+    rows = run_axes(names, tmp_path, **model)
+    assert {name: rows[name]["ok"] for name in names} == dict.fromkeys(names, True), rows
+    for name, reason in refused.items():
+        file = str(tmp_path / "config.yaml")
+        args = (file, "--world-size", "4", "--modes", name)
+        process = run(*args, verb="verify", expect=2, timeout_s=100.0)
+        assert reason in " ".join(process.stderr.split())
+        assert f"- {reason}." in page

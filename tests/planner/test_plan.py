@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import make_model
 from raised import raises_error
 
 import paceline
@@ -67,6 +68,25 @@ def test_candidates_cover_all_modes_and_meshes() -> None:
     zero3 = config(parallel={"mode": "zero3", "data": 2})
     assert candidates(zero3, 4)[-1].axes.shard == 2
     assert len(set(candidates(zero3, 4))) == len(candidates(zero3, 4))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (None, "it has no experts, or transformers has no plan that divides them"),
+        ("llama4_text", "it has no experts, or transformers has no plan that divides them"),
+        ("mixtral", "the 4 experts of a layer are not divisible by 8 ranks"),
+    ],
+)
+def test_experts_that_cannot_be_divided_do_not_fit(
+    family: str | None, reason: str, tmp_path: Path
+) -> None:
+    model = MICRO if family is None else str(make_model(family, tmp_path))
+    keys = {"model": model, "dataset": "none", "parallel": {"expert": 8}}
+    modes = paceline.plan(keys, world_size=8, device_memory="8GB")["modes"]
+    (divided,) = (mode for mode in modes if "expert" in mode["mode"])
+    assert not divided["fits"]
+    assert reason in divided["reason"]
 
 
 def test_command_and_function_return_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:

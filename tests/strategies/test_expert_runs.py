@@ -24,6 +24,8 @@ ARGS = (
 SINGLE = ("parallel.mode=single", "train_args.gradient_accumulation_steps=4")
 DATA = ("parallel.expert=2", "parallel.num_gpus=2", "train_args.gradient_accumulation_steps=2")
 SHARDED = (*DATA, "parallel.shard=2")
+#: No expert is trained.
+OF_ATTENTION = ("lora.enable=true", "lora.target_modules=q_proj,v_proj", "lora.dropout=0")
 ADAPTERS = ("lora.enable=true", "lora.target_modules=q_proj,w1,w2,w3", "lora.dropout=0")
 
 
@@ -33,8 +35,9 @@ ADAPTERS = ("lora.enable=true", "lora.target_modules=q_proj,w1,w2,w3", "lora.dro
         ((DATA, SINGLE, SHARDED), ()),
         ((SHARDED, DATA, SINGLE), ()),
         ((DATA, SHARDED, SINGLE), ADAPTERS),
+        ((DATA, SHARDED, SINGLE), OF_ATTENTION),
     ],
-    ids=["data", "shard", "adapters"],
+    ids=["data", "shard", "adapters", "adapters of attention"],
 )
 def test_checkpoints_move_between_layouts(
     layouts: tuple[tuple[str, ...], ...], more: tuple[str, ...], tmp_path: Path
@@ -70,3 +73,21 @@ def test_report_has_the_size_and_the_traffic(tmp_path: Path) -> None:
     assert figures["strategy"] == "hybrid"
     (*_, last) = events(tmp_path / "run", "step")
     assert last["traffic"]["all_to_all"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*OF_ATTENTION, "train_args.gradient_accumulation_steps=2"),
+        ("lora.enable=true", "lora.target_modules=w1,w2,w3", "lora.dropout=0"),
+        ("train_args.trainable=[experts]",),
+    ],
+    ids=["attention", "adapters", "experts"],
+)
+def test_traffic_of_partly_frozen_models_is_predicted(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = f"model={make_model('mixtral', tmp_path, intermediate_size=1024)}"
+    modes = ("--world-size", "4", "--modes", "shard4-expert2", "--steps", "3")
+    process = run(model, *ARGS, *settings, *modes, verb="verify")
+    assert "1 of 1 modes agree" in process.stdout

@@ -306,7 +306,7 @@ def num_stages(layout: ParallelLayout, config: Config) -> int:
 
 
 def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfile) -> None:
-    """Check that the model's dimensions can be divided among tensor ranks and pipeline stages."""
+    """Check that the model can be divided among pipeline stages and the ranks of the other axes."""
     axes, dims, blocks = layout.axes, profile.dims, profile.shape.blocks
     stages = num_stages(layout, config)
     if axes.pipeline > 1 and stages > len(blocks):
@@ -333,6 +333,19 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
             "context parallelism is not supported with this model: it has layers that pass a state"
             " from each token to the next",
             code="context-with-states",
+        )
+    if axes.expert > 1 and profile.num_experts == 0:
+        raise ConfigError(
+            "expert parallelism is not supported with this model: it has no experts, or"
+            " transformers has no plan that divides them",
+            code="plan-without-experts",
+        )
+    if axes.expert > 1 and profile.num_experts % axes.expert:
+        raise ConfigError(
+            "the {num_experts} experts of a layer are not divisible by {expert:rank}",
+            code="experts-not-divisible",
+            num_experts=profile.num_experts,
+            expert=axes.expert,
         )
     if axes.tensor > 1 and not profile.shape.tensor_plan:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ _INDICES = ("top_k_index", "router_indices")
 _NUM_EXPERTS = ("total_experts", "num_experts")
 #: Ends of the class names of routers whose experts do not get these numbers.
 _ROUTERS = ("Router", "Gating")
+#: The style of experts that get their tokens from other ranks, in the plans of transformers.
+_DISPATCH_STYLE = "ep_dispatch_experts"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,22 @@ def find_expert_layers(model: Any) -> list[ExpertLayer]:
     if layers:
         return layers
     return [layer for layer in map(_router, *_named(base)) if layer is not None]
+
+
+def has_expert_plan(model: Any) -> bool:
+    """Return whether transformers has a plan that divides the experts of a model among ranks."""
+    config = getattr(base_model(model), "config", None)
+    text_config = config.get_text_config() if config is not None else None
+    plan = getattr(text_config, "base_model_ep_plan", None) or {}
+    return _DISPATCH_STYLE in plan.values()
+
+
+def num_divided_experts(model: Any) -> int:
+    """Return the number whose divisors are the numbers of ranks that can divide the experts of a
+    model; 0 if no number can."""
+    if not has_expert_plan(model):
+        return 0
+    return math.gcd(*(layer.num_experts for layer in find_expert_layers(model)))
 
 
 def _named(model: nn.Module) -> tuple[list[str], list[nn.Module]]:

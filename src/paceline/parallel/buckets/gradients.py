@@ -126,7 +126,8 @@ class GradientBuckets:
 
     def zero(self) -> None:
         """Set all gradients to zero."""
-        torch_compat.foreach_zero_(self.flats)
+        if self.buckets:  # without parameters there are none
+            torch_compat.foreach_zero_(self.flats)
 
     def start_reducing(self) -> None:
         """From now on, reduce each bucket as soon as its last gradient has been computed.

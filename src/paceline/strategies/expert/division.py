@@ -12,14 +12,11 @@ from torch import nn
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import base_model, wrap_forward
-from paceline.models.experts.layers import ExpertLayer, find_expert_layers
+from paceline.models.experts.layers import ExpertLayer, find_expert_layers, has_expert_plan
 from paceline.models.tensor_plan.style import RowRange
 from paceline.models.weights.load import final_dtype
 from paceline.strategies.expert.exchange import ExchangedRows, compute_divided_experts
 from paceline.strategies.tensor.shard import TensorSlice
-
-#: The style of experts that get their tokens from other ranks, in the plans of transformers.
-_STYLE = "ep_dispatch_experts"
 
 
 class ExpertParallelizer:
@@ -130,10 +127,7 @@ def check_experts(model: nn.Module, num_ranks: int) -> list[ExpertLayer]:
             num_ranks=num_ranks,
             kind=kind,
         )
-    config = getattr(base, "config", None)
-    text_config = config.get_text_config() if config is not None else None
-    plan = getattr(text_config, "base_model_ep_plan", None) or {}
-    if _STYLE not in plan.values():
+    if not has_expert_plan(model):
         import transformers
 
         raise ConfigError(

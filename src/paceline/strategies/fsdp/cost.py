@@ -1,7 +1,7 @@
 """Memory and traffic of ZeRO stages 2 and 3."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -72,9 +72,10 @@ def _units_by_parameter(shape: ModelShape) -> dict[str, str]:
     return {name: "" if unit in shared else unit for name, unit in unit_of.items()}
 
 
-def _reached_by_backward(shape: ModelShape, units: Mapping[str, str]) -> set[str]:
-    """Return the parameters of the blocks and of the embedding that are gathered in backward: from
-    the first trained parameter on, and of the unit before it, which FSDP prefetches."""
+def reached_by_backward(shape: ModelShape) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the parameters of the blocks and of the embedding from the first trained parameter on,
+    and the same with the unit before it: FSDP prefetches it, so backward gathers all of these."""
+    units = shape.memoize("units by parameter", lambda: _units_by_parameter(shape))
     trained = {units[tensor.name] for tensor in shape.trained}
     reached: set[str] = set()
     begun = False
@@ -86,8 +87,11 @@ def _reached_by_backward(shape: ModelShape, units: Mapping[str, str]) -> set[str
             reached.add(unit)
         elif unit not in _KEPT and not reached - _KEPT:
             prefetched = unit
-    reached.add(prefetched)
-    return {name for name, unit in units.items() if unit in reached - _KEPT}
+    first, gathered = reached - _KEPT, (reached | {prefetched}) - _KEPT
+    return (
+        frozenset(name for name, unit in units.items() if unit in first),
+        frozenset(name for name, unit in units.items() if unit in gathered),
+    )
 
 
 @dataclass
@@ -136,11 +140,14 @@ class _Sharded:
 
 
 def _sum_up(
-    shape: ModelShape, axes: ParallelDims, config: Config, reshard_after_forward: bool
+    shape: ModelShape,
+    axes: ParallelDims,
+    config: Config,
+    reshard_after_forward: bool,
+    backward: Container[str],
 ) -> _Sharded:
     normed = batch_norm_names(shape)
     unit_of = shape.memoize("units by parameter", lambda: _units_by_parameter(shape))
-    backward = _reached_by_backward(shape, unit_of)
     names = (*shape.blocks, *_KEPT, shape.embedding)
     result = _Sharded({name: _Unit() for name in names}, unit_of)
     for tensor in shape.parameters:
@@ -336,9 +343,20 @@ def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config
     return _estimate(shape, axes, work, config, reshard_after_forward=False)
 
 
-def estimate_zero3(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """Estimate the cost of ZeRO stage 3; see :func:`_estimate`."""
-    return _estimate(shape, axes, work, config, reshard_after_forward=True)
+def estimate_zero3(
+    shape: ModelShape,
+    axes: ParallelDims,
+    work: Workload,
+    config: Config,
+    backward: frozenset[str] | None = None,
+) -> Cost:
+    """Estimate the cost of ZeRO stage 3; see :func:`_estimate`.
+
+    Args:
+        backward: names of the parameters of the blocks and of the embedding that a backward
+            gathers, if ``shape`` is only a part of the model.
+    """
+    return _estimate(shape, axes, work, config, reshard_after_forward=True, backward=backward)
 
 
 def _estimate(
@@ -347,6 +365,7 @@ def _estimate(
     work: Workload,
     config: Config,
     reshard_after_forward: bool,
+    backward: frozenset[str] | None = None,
 ) -> Cost:
     """Estimate the cost of sharded training, with the padding of each parameter's shards.
 
@@ -368,9 +387,11 @@ def _estimate(
     """
     on_host = config.parallel.state_offload == "all"
     reduce_dtype = config.parallel.reduce_dtype if axes.data == 1 else None
+    if backward is None:
+        _, backward = shape.memoize("in backward", lambda: reached_by_backward(shape))
     key = "sharded", axes.shard, reduce_dtype, reshard_after_forward
     tensors = shape.memoize(
-        key, lambda: _sum_up(shape, axes, config, reshard_after_forward=reshard_after_forward)
+        key, lambda: _sum_up(shape, axes, config, reshard_after_forward, backward)
     )
     sharded_weights, full_weights, state = tensors.weights, tensors.full_weights, tensors.state
     scalars, unit_of = tensors.scalars, tensors.unit_of

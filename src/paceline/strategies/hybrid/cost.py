@@ -27,7 +27,7 @@ from paceline.models.tensor_plan.style import (
 from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.cost import Cost, Workload
 from paceline.strategies.expert.cost import exchange_bytes, expert_width, split_experts
-from paceline.strategies.fsdp.cost import estimate_zero3
+from paceline.strategies.fsdp.cost import estimate_zero3, reached_by_backward
 from paceline.strategies.pipeline.cost import PipelineCost, pipeline_cost
 from paceline.strategies.reducers.compression.cost import communication_cost
 from paceline.strategies.tensor.vocabulary_cost import vocabulary_traffic
@@ -112,7 +112,12 @@ def _stage_shapes(shape: ModelShape, pipeline: PipelineCost) -> list[ModelShape]
 
 
 def _stage_cost(
-    stage: _Stage, model: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    stage: _Stage,
+    model: ModelShape,
+    axes: ParallelDims,
+    work: Workload,
+    config: Config,
+    backward: frozenset[str] | None = None,
 ) -> Cost:
     part = _part_of_stage(stage.shape, axes.tensor)
     if axes.expert > 1:
@@ -120,7 +125,7 @@ def _stage_cost(
     if axes.shard > 1:
         sharded = ParallelDims(data=axes.data, shard=axes.shard)
         stage_work = replace(work, activations=stage.activations)
-        base = estimate_zero3(part, sharded, stage_work, config)
+        base = estimate_zero3(part, sharded, stage_work, config, backward)
     else:
         activations = stage.activations.peak(trained_matrices(part))
         base = replace(_replicated(part, axes, config), activations=activations)
@@ -146,13 +151,17 @@ def _with_experts(shape: ModelShape, axes: ParallelDims, work: Workload, config:
     rest_shape, experts_shape = shape.memoize(
         ("experts", axes.expert), lambda: split_experts(shape, axes.expert)
     )
+    # Experts are units inside of the blocks: FSDP prefetches the block before, not its experts.
+    reached, gathered = shape.memoize("in backward", lambda: reached_by_backward(shape))
     stage = _Stage(rest_shape, activations=work.activations)
-    rest = _stage_cost(stage, rest_shape, replace(axes, expert=1), work, config)
+    rest = _stage_cost(stage, rest_shape, replace(axes, expert=1), work, config, gathered)
     copies = axes.size // axes.expert
     if axes.shard > 1:
         # Their weights are gathered in addition to the weights of the block.
         no_activations = replace(work, activations=NO_ACTIVATIONS)
-        experts = estimate_zero3(experts_shape, ParallelDims(shard=copies), no_activations, config)
+        experts = estimate_zero3(
+            experts_shape, ParallelDims(shard=copies), no_activations, config, reached
+        )
         activations = rest.activations + experts.activations
     else:
         experts = _replicated(experts_shape, ParallelDims(data=copies), config)
