@@ -220,6 +220,19 @@ def test_result_without_sequence_parallel_is_not_used_with_it(tmp_path: Path) ->
         model_check.check_model(small_config(folder, parallel=parallel), layout)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("bloom", "cannot be replaced"), ("falcon_mamba", "a state from each token")],
+)
+def test_dry_run_refuses_models_whose_rows_cannot_be_divided(
+    kind: str, reason: str, tmp_path: Path
+) -> None:
+    config = small_config(write_config(kind, tmp_path / kind))
+    layout = ParallelLayout("context", ParallelDims(context=2), 2)
+    with raises_error(ConfigError, code="context-model", naming=reason):
+        model_check.check_model(config, layout)
+
+
 def refusal_of(config: Config, layout: ParallelLayout) -> str:
     """Return why a dry run refuses a config; empty if it does not."""
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import losses, report, run
+from families import make_model
 from raised import raises_error
 
 from paceline.config.schema import Config
@@ -158,6 +159,20 @@ def test_checkpoints_move_between_divisions(tmp_path: Path) -> None:
         f"output_dir={tmp_path / 'whole'}",
     )
     assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=2e-6)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("mamba", "passes a state from each token"), ("recurrent_gemma", "mixes samples")],
+)
+def test_ranks_refuse_models_that_need_whole_rows(family: str, reason: str, tmp_path: Path) -> None:
+    # The check before the ranks start is ended when the data is read, as it is here.
+    model = make_model(family, tmp_path)
+    args = [f"model={model}", *BASE[1:], *TEXTS, "max_steps=1", "parallel.mode=context"]
+    result = run(*args, "parallel.num_gpus=2", f"output_dir={tmp_path / 'run'}", expect=2)
+    assert "[context-model]" in result.stderr
+    assert reason in result.stderr
 
 
 def config_with(**changes: object) -> Config:

@@ -231,6 +231,21 @@ def replace_attention(model: Any, name: str) -> bool:
     return True
 
 
+def is_replaceable(model: Any) -> bool:
+    """Return whether the attention of a model can be replaced by Paceline's."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if attention_of(model) in (NAME, CONTEXT_NAME):
+        return True
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(NAME, packed_attention)
+    if not replace_attention(model, NAME):
+        return False
+    uninstall(model)
+    return True
+
+
 def uninstall(model: Any) -> None:
     """Give a model its own attention back."""
     set_attention(model, getattr(model, _BEFORE))

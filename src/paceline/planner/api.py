@@ -21,6 +21,7 @@ from paceline.distributed.devices import (
     resolve,
     without_idle_offload,
 )
+from paceline.models.context.choice import method_of_run
 from paceline.models.files import fit_to_model
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.registry import ParallelLayout, get_spec, layout, mode_of, uses_one_device
@@ -261,12 +262,22 @@ class Plan:
         """Return the assumptions behind the estimates, one sentence each."""
         notes = [self.batch.text(), *self.machine.notes, *self.profile.notes]
         notes += self.profile.kernel_texts(self.config, "cpu" if self.machine.is_cpu else "cuda")
+        notes += self._context_notes()
         fit = self.memory_fit
         if fit is not None and fit.kept is not None and fit.settings:
             text = f"memory: {settings_text(fit.settings)}, {fit.kept}"
             is_history = fit.kept == FROM_HISTORY
             notes.append(text + (" (`--no-history` ignores it)" if is_history else ""))
         return notes
+
+    def _context_notes(self) -> list[str]:
+        """Return how the ranks that divide rows exchange keys and values, if the run has such."""
+        mode = self.run_mode
+        if mode is None or mode.cost is None or mode.layout.axes.context == 1:
+            return []
+        device_type = "cpu" if self.machine.is_cpu else "cuda"
+        method = method_of_run(self.config, mode.layout.axes, device_type)
+        return [f"context: keys and values are exchanged by `{method.name}` ({method.why})"]
 
     def as_dict(self) -> PlanReport:
         """Return the value that ``--json`` prints."""

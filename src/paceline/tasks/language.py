@@ -41,7 +41,7 @@ from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.checks.packing import PackingChoice, choose_packing
 from paceline.models.context.choice import ContextMethod
-from paceline.models.context.setup import divide_attention
+from paceline.models.context.setup import divide_attention, mixed_samples
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.router_coefficient import check_task_of_router_loss
@@ -244,6 +244,8 @@ class LanguageTask(Task):
             )
             return [("info", text), *_mixer_notices(packing)]
         args = self.config.train_args
+        if self.place is not None:
+            raise mixed_samples(self.config, self.place, packing.mixing)
         if args.packs_rows or args.packing is True:
             setting = (
                 f"packing_strategy: {args.packing_strategy}" if args.packs_rows else "packing: true"

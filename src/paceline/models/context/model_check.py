@@ -12,7 +12,7 @@ from paceline.models.kernels import mixers
 
 
 def check_context_model(model: Any, config: Config, dims: ParallelDims) -> None:
-    """Check a model on the meta device.
+    """Check a model, which may be on the meta device.
 
     Raises:
         ConfigError: it has layers that need whole rows.
@@ -30,8 +30,7 @@ def check_context_model(model: Any, config: Config, dims: ParallelDims) -> None:
     if getattr(base.config.get_text_config(), "attention_chunk_size", None):
         reason = UserText("it computes attention in chunks of a row", code="attention-in-chunks")
         raise unsupported_model(config, dims, reason)
-    name = attention.attention_of(base)
-    if name is None or not hasattr(base, "set_attn_implementation"):
+    if not attention.is_replaceable(base):
         reason = UserText("its attention cannot be replaced", code="attention-not-replaceable")
         raise unsupported_model(config, dims, reason)
 
