@@ -207,6 +207,9 @@ ND = (
             {"context": 4, "context_method": "gather"},
         ),
         ("parallelism_config: {cp_size: 8}", {"context": 8}),
+        ("parallelism_config_cp_size: 2", {"context": 2}),
+        ("parallelism_config_sp_size: 2", {"context": 2}),
+        ("parallelism_config_ep_size: 2", {"expert": 2}),
         ("parallelism_config: {parallelism_config_sp_size: 2}", {"context": 2}),
         ("dist_config: {name: fsdp2, cp_size: 2}", {"mode": "zero3", "context": 2}),
         (

@@ -328,10 +328,10 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
             " sequence of blocks",
             code="pipeline-with-recommend",
         )
-    if axes.context > 1 and (profile.layers or profile.attention is None):
+    if axes.context > 1 and (profile.layers or not profile.has_replaceable_attention):
         raise ConfigError(
             "context parallelism is not supported with this model: it has layers that pass a state"
-            " from each token to the next",
+            " from each token to the next, or attention that cannot be replaced",
             code="context-with-states",
         )
     if axes.expert > 1 and profile.num_experts == 0:

@@ -41,6 +41,7 @@ class ModelProfile:
         attention: attention implementation of a language model; None without attention layers.
         layers: what computes the recurrent and convolution layers of a language model.
         has_batch_norm: whether the result depends on the size of the micro-batches.
+        has_replaceable_attention: whether attention can exchange keys and values between ranks.
         num_experts: number whose divisors are the numbers of ranks that can divide the experts; 0
             if no number can.
     """
@@ -55,6 +56,7 @@ class ModelProfile:
     attention: str | None = None
     layers: tuple[LayerKernels, ...] = ()
     has_batch_norm: bool = False
+    has_replaceable_attention: bool = False
     num_experts: int = 0
 
     @property
@@ -140,7 +142,7 @@ def describe(config: Config) -> ModelProfile:
 
 
 def _language(config: Config) -> ModelProfile:
-    from paceline.models.attention import attention_of
+    from paceline.models.attention import attention_of, is_replaceable
     from paceline.models.blocks import base_model
     from paceline.models.experts.layers import num_divided_experts
     from paceline.models.language import language_model_on_meta
@@ -169,6 +171,7 @@ def _language(config: Config) -> ModelProfile:
         attention=attention_of(base) if has_attention(base) else None,
         layers=tuple(layer_kernels(base)),
         num_experts=num_divided_experts(base),
+        has_replaceable_attention=has_attention(base) and is_replaceable(base),
     )
 
 
