@@ -79,9 +79,9 @@ def run_modes(option: str, folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def run_axes(
-    names: list[str], folder: Path, **changes: str | dict[str, int]
+    names: list[str], folder: Path, num_ranks: int = 4, **changes: str | dict[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """Return the results of three steps of training with products of axes on four ranks.
+    """Return the results of three steps of training with products of axes.
 
     Args:
         names: names of the modes of ``paceline verify``.
@@ -90,8 +90,8 @@ def run_axes(
     file = folder / "config.yaml"
     content = yaml.safe_dump({**MICRO, **changes, "parallel": {"device": "cpu"}})
     file.write_text(content, encoding="utf-8")
-    args = (str(file), "--world-size", "4", "--steps", "3", "--modes", ",".join(names), "--json")
-    process = run(*args, verb="verify", timeout_s=400.0)
+    args = [str(file), "--world-size", str(num_ranks), "--steps", "3", "--json"]
+    process = run(*args, "--modes", ",".join(names), verb="verify", timeout_s=600.0)
     return {row["mode"]: row for row in json.loads(process.stdout)["modes"]}
 
 
@@ -143,3 +143,12 @@ def test_axes_match_three_steps_of_training(has_experts: bool, tmp_path: Path) -
         process = run(*args, verb="verify", expect=2, timeout_s=100.0)
         assert reason in " ".join(process.stderr.split())
         assert f"- {reason}." in page
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_three_axes_match_three_steps_of_training(tmp_path: Path) -> None:
+    axes = [axis for axis in support_table.AXES if axis != "expert"]
+    names = ["-".join(f"{axis}2" for axis in each) for each in combinations(axes, 3)]
+    rows = run_axes(names, tmp_path, num_ranks=8)
+    assert {name: rows[name]["ok"] for name in names} == dict.fromkeys(names, True), rows

@@ -40,6 +40,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"mode": "tensor"}),
     "pipeline": (2, {"mode": "pipeline"}),
     "hybrid": (4, {"data": 2, "tensor": 2}),
+    "context": (2, {"mode": "context"}),
     "local_sgd": (4, {"mode": "local_sgd"}),
     "diloco": (4, {"mode": "diloco"}),
 }

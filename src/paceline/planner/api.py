@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError, ErrorRecord
 from paceline.core.processes import available_memory
 from paceline.core.run_dir import RunDir
 from paceline.core.texts import with_translations
+from paceline.data.context.rows import divide_row
 from paceline.distributed.devices import (
     accelerators,
     choose_devices,
@@ -22,6 +23,7 @@ from paceline.distributed.devices import (
     without_idle_offload,
 )
 from paceline.models.context.choice import method_of_run
+from paceline.models.context.methods import ULYSSES
 from paceline.models.files import fit_to_model
 from paceline.models.transforms.float8_check import check_float8
 from paceline.parallel.registry import ParallelLayout, get_spec, layout, mode_of, uses_one_device
@@ -277,7 +279,16 @@ class Plan:
             return []
         device_type = "cpu" if self.machine.is_cpu else "cuda"
         method = method_of_run(self.config, mode.layout.axes, device_type)
-        return [f"context: keys and values are exchanged by `{method.name}` ({method.why})"]
+        text = f"context: keys and values are exchanged by `{method.name}` ({method.why})"
+        if method.name != ULYSSES and self.batch.lengths:
+            division = divide_row(self.batch.lengths, mode.layout.axes.context)
+            pairs = [division.num_pairs(rank) for rank in range(division.size)]
+            share = max(pairs) * len(pairs) / sum(pairs)
+            text += (
+                "; of the fullest row, the rank with the most (query, key) pairs has"
+                f" {share:.2f} times the mean"
+            )
+        return [text]
 
     def as_dict(self) -> PlanReport:
         """Return the value that ``--json`` prints."""
