@@ -2,7 +2,8 @@
 
 import { has, t } from "../../lib/i18n.js";
 
-export const MESH_AXES = ["pipeline", "data", "shard", "context", "tensor"];
+// The ranks of "expert" are ranks of data, shard and context.
+export const MESH_AXES = ["pipeline", "data", "shard", "context", "tensor", "expert"];
 
 /** Describe a strategy. null if the strategy is not known. */
 export function describeStrategy(strategy) {

@@ -13,6 +13,7 @@ const LINE_STYLES = {
   shard: ["--s3", "7 4"],
   context: ["--s5", "7 2 2 2"],
   tensor: ["--s2", "2 4"],
+  expert: ["--s6", "1 3"],
   pipeline: ["--s4", "10 3 2 3"],
 };
 const lineStyle = (axis) => LINE_STYLES[axis] ?? ["--s6", "4 4"];
@@ -85,8 +86,18 @@ const countColumns = (node) =>
     Math.min(8, Math.floor((node.clientWidth - 32 + CHIP.gapX) / (CHIP.width + CHIP.gapX))),
   );
 
-/** Return the groups of ranks that differ only along `axis`: [[rank, …], …]. */
+/**
+ * Return the groups of ranks that differ only along `axis`: [[rank, …], …]. Experts are divided
+ * among adjacent ranks.
+ */
 function groupsOf(mesh, axis) {
+  if (axis === "expert") {
+    const ranks = mesh.ranks.map((rank) => rank.rank).sort((a, b) => a - b);
+    const size = mesh.axes.expert;
+    return ranks
+      .filter((_, index) => index % size === 0)
+      .map((_, group) => ranks.slice(group * size, (group + 1) * size));
+  }
   const groups = new Map();
   for (const rank of mesh.ranks) {
     const key = JSON.stringify(
