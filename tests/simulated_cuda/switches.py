@@ -87,6 +87,7 @@ class Layout:
             "train_args": {
                 "precision": switches.precision,
                 "gradient_checkpointing": switches.recomputes,
+                "packing": "auto" if switches.packs else False,
             },
             "lora": {"enable": switches.is_lora},
         }
@@ -101,7 +102,7 @@ def _hybrid(**sizes: int) -> Layout:
 #: Every strategy of a language model.
 LAYOUTS = [
     *(Layout(name, mode, dims, settings) for name, mode, dims, settings in rows()
-      if mode != "parameter_server"),
+      if mode != "parameter_server" and name != "expert"),
     _hybrid(shard=2, tensor=2),
     _hybrid(tensor=2, pipeline=2),
 ]  # fmt: skip

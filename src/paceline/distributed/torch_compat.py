@@ -8,6 +8,7 @@ ConfigError with the supported range, or loops over public functions that comput
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -297,6 +298,14 @@ def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that identifies the tensor's storage, even on the meta device, which has no
     addresses. The number may be reused once the storage has been freed."""
     return _find(tensor.untyped_storage(), "_cdata")  # type: ignore[no-any-return]
+
+
+@cache
+def has_mixed_addmm() -> bool:
+    """Return whether this build of torch can add a product of 16-bit matrices to a float32 matrix
+    on CUDA. Simulated devices have only the kernels of a CPU."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has_kernel("aten::addmm.dtype_out", "CUDA"))
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from paceline.distributed.torch_compat import has_mixed_addmm, has_values
 from paceline.models.blocks import wrap_forward
 from paceline.models.head.softmax import (
     CachedLogitLosses,
@@ -340,7 +341,7 @@ def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) 
     """Add ``left @ right`` to a sum in float32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:
+    elif total.is_cuda and (has_mixed_addmm() or not has_values(total)):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         count = max(1, _PRODUCT_BYTES // (right.shape[1] * right.itemsize))
