@@ -447,6 +447,10 @@ def test_flash_attention_for_cpu() -> None:
     torch.testing.assert_close(results, grads)
 
 
+def test_products_of_16_bits_are_added_on_cuda_builds() -> None:
+    assert torch_compat.has_mixed_addmm() == (torch.version.cuda is not None)
+
+
 def test_backward_of_varlen() -> None:
     import varlen_reference
 
