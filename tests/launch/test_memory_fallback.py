@@ -20,7 +20,7 @@ LIMIT = ("task_args.max_tokens=256",)
 MODES = {
     "ddp": ("parallel.mode=ddp", "parallel.num_gpus=2"),
     "zero3": ("parallel.mode=zero3", "parallel.num_gpus=2"),
-    # A rank has all tokens, of which the callback counts the maximum.
+    # Each rank has all tokens, and the callback counts the tokens of a rank.
     "tensor": (
         "parallel.mode=tensor",
         "parallel.num_gpus=2",

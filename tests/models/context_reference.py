@@ -90,8 +90,8 @@ def share(case: Case, place: ContextPlace, method: str, **inputs: Any) -> list[t
 def difference(
     case: Case, expected: list[torch.Tensor], results: list[list[torch.Tensor]]
 ) -> float:
-    """Return the largest difference of the results of all ranks from those of the whole row, in
-    units of the largest element if that is above 1."""
+    """Return the largest difference between the results of all ranks and the results of the whole
+    row, in units of the largest element if that is above 1."""
     division = divide_row(case.lengths, len(results))
     largest = 0.0
     for rank, parts in enumerate(results):

@@ -225,3 +225,13 @@ def test_models_that_do_not_allow_it_are_refused(
     )
     with raises_error(ConfigError, code=code):
         method_of_run(config, ParallelDims(context=2), "cpu")
+
+
+def test_ring_is_refused_if_torch_has_no_kernel_for_blocks() -> None:
+    config = config_with(
+        parallel={"context_method": "ring"}, train_args={"precision": "bf16-mixed"}
+    )
+    dims = ParallelDims(context=2)
+    assert method_of_run(config, dims, "cuda").name == "ring"
+    with raises_error(ConfigError, code="context-method-not-possible"):
+        method_of_run(config, dims, "cuda", has_varlen=False)

@@ -1,5 +1,5 @@
 """Experts that two ranks divide compute what the whole experts compute, also for a rank without
-tokens, and their gradients are those of the whole."""
+tokens, and their gradients are the gradients of the whole."""
 
 import pytest
 import torch
@@ -44,17 +44,17 @@ def compute_part(world: Communicator, name: str, case: str) -> Results:
     divided = ExpertParallelizer(model, world, world.split([[0], [1]]))
     module: nn.Module = find_expert_layers(model)[0].module
     first = CASES[case][0][0]
-    mine = slice(0, first) if world.rank == 0 else slice(first, None)
+    own_rows = slice(0, first) if world.rank == 0 else slice(first, None)
     full = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs(case)]
-    part = [tensor[mine].clone().detach() for tensor in inputs(case)]
+    part = [tensor[own_rows].clone().detach() for tensor in inputs(case)]
     for tensor in (full[0], full[2], part[0], part[2]):
         tensor.requires_grad_()
     expected = whole(*full)
     result = module(*part)
     expected.square().sum().backward()
     result.square().sum().backward()
-    pairs = [(result, expected[mine]), (part[0].grad, full[0].grad[mine])]
-    pairs.append((part[2].grad, full[2].grad[mine]))
+    pairs = [(result, expected[own_rows]), (part[0].grad, full[0].grad[own_rows])]
+    pairs.append((part[2].grad, full[2].grad[own_rows]))
     half = slice(0, 2) if world.rank == 0 else slice(2, 4)
     for key, parameter in module.named_parameters():
         pairs.append((parameter.grad, dict(whole.named_parameters())[key].grad[half]))

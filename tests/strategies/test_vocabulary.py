@@ -1,5 +1,5 @@
-"""The vocabulary split over real ranks: losses, correct predictions and gradients are those of a
-full embedding and head, and no rank computes all logits."""
+"""The vocabulary split over real ranks: losses, correct predictions and gradients equal the results
+of a full embedding and head, and no rank computes all logits."""
 
 import itertools
 

@@ -14,7 +14,7 @@ from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, ErrorRecord
 from paceline.core.processes import available_memory
 from paceline.core.run_dir import RunDir
-from paceline.core.texts import with_translations
+from paceline.core.texts import UserText, with_translations
 from paceline.data.context.rows import divide_row
 from paceline.distributed.devices import (
     accelerators,
@@ -279,16 +279,23 @@ class Plan:
             return []
         device_type = "cpu" if self.machine.is_cpu else "cuda"
         method = method_of_run(self.config, mode.layout.axes, device_type)
-        text = f"context: keys and values are exchanged by `{method.name}` ({method.why})"
-        if method.name != ULYSSES and self.batch.lengths:
-            division = divide_row(self.batch.lengths, mode.layout.axes.context)
-            pairs = [division.num_pairs(rank) for rank in range(division.size)]
-            share = max(pairs) * len(pairs) / sum(pairs)
-            text += (
-                "; of the fullest row, the rank with the most (query, key) pairs has"
-                f" {share:.2f} times the mean"
-            )
-        return [text]
+        text = UserText(
+            "context: keys and values are exchanged by `{method}` ({why})",
+            code="context-planned",
+            method=method.name,
+            why=method.why,
+        )
+        if method.name == ULYSSES or not self.batch.lengths:
+            return [text]
+        division = divide_row(self.batch.lengths, mode.layout.axes.context)
+        pairs = [division.num_pairs(rank) for rank in range(division.size)]
+        balance = UserText(
+            "context: of the fullest row, the rank with the most (query, key) pairs has {share}"
+            " times the mean",
+            code="context-balance",
+            share=f"{max(pairs) * len(pairs) / sum(pairs):.2f}",
+        )
+        return [text, balance]
 
     def as_dict(self) -> PlanReport:
         """Return the value that ``--json`` prints."""

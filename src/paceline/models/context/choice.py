@@ -66,8 +66,13 @@ _RATES = {
 }
 
 
-def method_of_run(config: Config, dims: ParallelDims, device_type: str) -> ContextMethod:
+def method_of_run(
+    config: Config, dims: ParallelDims, device_type: str, *, has_varlen: bool = True
+) -> ContextMethod:
     """Choose the method of a run from the config.json of its model.
+
+    Args:
+        has_varlen: whether the build of torch on the ranks has a kernel for blocks on GPUs.
 
     Raises:
         ConfigError: the model or the device does not allow the method of the config, or none.
@@ -85,6 +90,7 @@ def method_of_run(config: Config, dims: ParallelDims, device_type: str) -> Conte
         compute_dtype(config),
         hosts if spans_hosts else 1,
         num_tokens=tokens * config.train_args.per_device_train_batch_size,
+        has_varlen=has_varlen,
     )
 
 

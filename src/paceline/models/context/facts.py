@@ -106,13 +106,13 @@ def _windows(fields: JsonObject) -> tuple[int | None, ...]:
 
 
 def _fixed_positions(fields: JsonObject) -> int | None:
-    found = [fields.get("rope_parameters"), fields.get("rope_scaling")]
-    for each in found[:]:
+    embeddings = [fields.get("rope_parameters"), fields.get("rope_scaling")]
+    for each in embeddings[:]:
         if isinstance(each, Mapping):  # by kind of layer, in some models
-            found.extend(each.values())
+            embeddings.extend(each.values())
     changing = [
         each
-        for each in found
+        for each in embeddings
         if isinstance(each, Mapping)
         and any(each.get(name) in _CHANGING_ROPES for name in ("rope_type", "type"))
     ]

@@ -189,9 +189,9 @@ def _find_eager(module: torch.nn.Module) -> Callable[..., Any]:
         NotImplementedError: there is none.
     """
     for kind in type(module).__mro__:
-        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
-        if callable(found):
-            return found  # type: ignore[no-any-return]
+        compute = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if callable(compute):
+            return compute  # type: ignore[no-any-return]
     raise NotImplementedError(
         f"the file of {type(module).__name__} has no eager_attention_forward, which computes its"
         " attention with soft-capped scores or sinks"

@@ -20,9 +20,9 @@ def check_context_model(model: Any, config: Config, dims: ParallelDims) -> None:
     if dims.context == 1:
         return
     base = base_model(model)
-    found = mixers.find_mixers(base)
-    if found:
-        kinds = ", ".join(sorted({type(mixer).__name__ for mixer in found}))
+    recurrent = mixers.find_mixers(base)
+    if recurrent:
+        kinds = ", ".join(sorted({type(mixer).__name__ for mixer in recurrent}))
         reason = UserText(
             "{kinds} passes a state from each token to the next", code="context-mixers", kinds=kinds
         )

@@ -29,7 +29,8 @@ def divide_attention(
     """
     # The check before the ranks start may have been ended by the end of the tokenization.
     check_context_model(model, config, place.group.axes)
-    method = method_of_run(config, place.group.axes, device_type)
+    has_varlen = device_type == "cuda" and attention.has_varlen()
+    method = method_of_run(config, place.group.axes, device_type, has_varlen=has_varlen)
     is_packed = attention.attention_of(model) == attention.NAME
     kernel = attention.kernel_of(model) if is_packed else SDPA
     install_context(model, place, method.name, kernel or SDPA)

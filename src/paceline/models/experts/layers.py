@@ -81,11 +81,11 @@ def _experts(name: str, module: nn.Module) -> ExpertLayer | None:
     if not isinstance(number, int) or number < 1 or not _is_of_transformers(module):
         return None
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
-    found = next((each for each in _INDICES if each in arguments), None)
-    if found is None:
+    indices = next((each for each in _INDICES if each in arguments), None)
+    if indices is None:
         return None
     name = name.replace(".base_layer", "")  # with LoRA on the weights of the experts
-    return ExpertLayer(name, number, module, arguments.index(found), found)
+    return ExpertLayer(name, number, module, arguments.index(indices), indices)
 
 
 def _router(name: str, module: nn.Module) -> ExpertLayer | None:

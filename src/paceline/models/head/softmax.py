@@ -76,6 +76,19 @@ class LogitLosses(ABC):
     def __init__(self, loss: LossOfTokens) -> None:
         self.loss, self.ids = loss, loss.targets.reshape(-1)
 
+    def gradient_factors(self, scale: torch.Tensor | None) -> torch.Tensor:
+        """Return the factors of the gradients with respect to the head's output, 0 without loss,
+        float32 [tokens, 1].
+
+        Args:
+            scale: factor of the gradients, or one for each token [tokens], or None.
+        """
+        factors = (self.ids != IGNORED) * self.loss.transform.scale
+        for each in (scale, self.loss.token_weights):
+            if each is not None:
+                factors = factors * each
+        return factors.float().unsqueeze(1)
+
     @abstractmethod
     def add(self, rows: slice, output: torch.Tensor) -> None:
         """Compute the losses of a chunk, without gradients.
@@ -209,16 +222,8 @@ class DeviceLogitLosses(LogitLosses):
         self._highest, self._picked, self._sums, self._means = torch.empty(
             (4, len(self.ids), 1), dtype=torch.float32, device=self.ids.device
         )
-        self._factors = self._factors_of(scale)
+        self._factors = self.gradient_factors(scale)
         self._at_targets = self._factors * (loss.label_smoothing - 1.0)
-
-    def _factors_of(self, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return the factors of the gradients with respect to the head's output, 0 without loss."""
-        factors = self._is_ignored.logical_not() * self.loss.transform.scale
-        for each in (scale, self.loss.token_weights):
-            if each is not None:
-                factors = factors * each
-        return factors.float().unsqueeze(1)
 
     def add(self, rows: slice, output: torch.Tensor) -> None:
         logits = self._read(rows, output)

@@ -94,16 +94,8 @@ class SplitLogitLosses(LogitLosses):
         self._picked_ids = local.clamp(0, vocabulary.length - 1).unsqueeze(1)
         self._losses = torch.zeros(len(self.ids), dtype=torch.float32, device=self.ids.device)
         self._is_correct = torch.zeros_like(self.ids, dtype=torch.bool)
-        self._factors = self._factors_of(scale)
+        self._factors = self.gradient_factors(scale)
         self._at_targets = self._factors * (loss.label_smoothing - 1.0) * self._is_local
-
-    def _factors_of(self, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return the factors of the gradients with respect to the head's output, 0 without loss."""
-        factors = self._is_ignored.logical_not() * self.loss.transform.scale
-        for each in (scale, self.loss.token_weights):
-            if each is not None:
-                factors = factors * each
-        return factors.float().unsqueeze(1)
 
     def add(self, rows: slice, output: torch.Tensor) -> None:
         logits = self.loss.transform.apply_(output.to(torch.float32))

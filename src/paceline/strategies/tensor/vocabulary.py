@@ -72,10 +72,10 @@ def _look_up(
 ) -> torch.Tensor:
     local = ids - rows.start
     is_elsewhere = (local < 0) | (local >= rows.length)
-    found: torch.Tensor = inner(local.masked_fill(is_elsewhere, 0), *args, **kwargs)
-    if found.stride(-1) == 0:
-        return found  # the placeholder of a pipeline stage that does not look up tokens
-    return sum_parts(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
+    embedded: torch.Tensor = inner(local.masked_fill(is_elsewhere, 0), *args, **kwargs)
+    if embedded.stride(-1) == 0:
+        return embedded  # the placeholder of a pipeline stage that does not look up tokens
+    return sum_parts(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
 
 def _gathered_logits(
