@@ -75,6 +75,7 @@ class LogitLosses(ABC):
 
     def __init__(self, loss: LossOfTokens) -> None:
         self.loss, self.ids = loss, loss.targets.reshape(-1)
+        self.is_ignored = self.ids == IGNORED
 
     def gradient_factors(self, scale: torch.Tensor | None) -> torch.Tensor:
         """Return the factors of the gradients with respect to the head's output, 0 without loss,
@@ -83,7 +84,7 @@ class LogitLosses(ABC):
         Args:
             scale: factor of the gradients, or one for each token [tokens], or None.
         """
-        factors = (self.ids != IGNORED) * self.loss.transform.scale
+        factors = self.is_ignored.logical_not() * self.loss.transform.scale
         for each in (scale, self.loss.token_weights):
             if each is not None:
                 factors = factors * each
@@ -216,7 +217,6 @@ class DeviceLogitLosses(LogitLosses):
 
     def __init__(self, loss: LossOfTokens, scale: torch.Tensor | None = None) -> None:
         super().__init__(loss)
-        self._is_ignored = self.ids == IGNORED
         self._picked_ids = self.ids.clamp(min=0).unsqueeze(1)
         self._predicted = torch.empty_like(self._picked_ids) if loss.counts_correct else None
         self._highest, self._picked, self._sums, self._means = torch.empty(
@@ -273,7 +273,7 @@ class DeviceLogitLosses(LogitLosses):
             self.loss.num_correct = (
                 is_correct.sum() if weights is None else weighted_sum(is_correct, weights)
             )
-        return self.loss.record(slice(None), losses.masked_fill(self._is_ignored, 0.0))
+        return self.loss.record(slice(None), losses.masked_fill(self.is_ignored, 0.0))
 
 
 def _rows_of(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:

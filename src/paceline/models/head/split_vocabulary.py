@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.models.head.softmax import IGNORED, LogitLosses, LossOfTokens, weighted_sum
+from paceline.models.head.softmax import LogitLosses, LossOfTokens, weighted_sum
 
 _ATTRIBUTE = "paceline_vocabulary"  # of a head
 
@@ -88,7 +88,6 @@ class SplitLogitLosses(LogitLosses):
     ) -> None:
         super().__init__(loss)
         self.vocabulary = vocabulary
-        self._is_ignored = self.ids == IGNORED
         local = self.ids - vocabulary.start
         self._is_local = ((local >= 0) & (local < vocabulary.length)).unsqueeze(1)
         self._picked_ids = local.clamp(0, vocabulary.length - 1).unsqueeze(1)
@@ -158,4 +157,4 @@ class SplitLogitLosses(LogitLosses):
                 if weights is None
                 else weighted_sum(self._is_correct, weights)
             )
-        return self.loss.record(slice(None), self._losses.masked_fill(self._is_ignored, 0.0))
+        return self.loss.record(slice(None), self._losses.masked_fill(self.is_ignored, 0.0))
