@@ -288,6 +288,7 @@ class TokenEntry:
                     *(["sources"] if config.mixing != "concat" or len(self.sources) > 1 else []),
                 ],
                 **({"images": _image_settings(config, tokenizer)} if kind == "vision" else {}),
+                **({"completion": config.grpo.max_completion_length} if kind == "prompts" else {}),
             }
         )
         self.folder = cache_dir() / "tokens" / key

@@ -23,6 +23,7 @@ KINDS = {
     "answers": "pair:AnswerKind",
     "reward": "pair:MarginKind",
     "vision": "image:ImageKind",
+    "prompts": "prompt:PromptKind",
 }
 _FORM = "./file.py:Class or package.module:Class"
 

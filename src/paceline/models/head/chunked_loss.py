@@ -60,6 +60,9 @@ class ChunkedLoss:
             float32 [tokens], or None.
         is_per_token: the result is the loss of each token instead of their sum, so that a caller
             can weight the tokens by what it computes from them. Backward computes the logits again.
+        token_entropies: receives the entropy of the distribution of each token in nats, float32
+            [tokens], without gradients, unless None. Requires ``is_per_token``, and a head whose
+            vocabulary is not split.
     """
 
     head: nn.Module
@@ -72,6 +75,7 @@ class ChunkedLoss:
     token_losses: torch.Tensor | None = None
     token_weights: torch.Tensor | None = None
     is_per_token: bool = False
+    token_entropies: torch.Tensor | None = None
     #: The number of targets that have the highest logit, once the head has run.
     num_correct: torch.Tensor | int = field(default=0, init=False)
     #: The result, once the head has run.

@@ -64,6 +64,7 @@ class LossOfTokens(Protocol):
     label_smoothing: float
     counts_correct: bool
     token_weights: torch.Tensor | None
+    token_entropies: torch.Tensor | None
     num_correct: torch.Tensor | int
 
     def record(self, rows: slice, losses: torch.Tensor) -> torch.Tensor:
@@ -139,6 +140,8 @@ class CachedLogitLosses(LogitLosses):
                     is_correct.sum() if weights is None else weighted_sum(is_correct, weights[part])
                 )
             losses[part] = _softmax_(logits, ids[part], self.loss.label_smoothing)
+            if self.loss.token_entropies is not None:
+                self.loss.token_entropies[rows][part] = _entropies_of(logits)
         self._total += self.loss.record(rows, losses)
 
     def differentiate_(
@@ -230,6 +233,8 @@ class DeviceLogitLosses(LogitLosses):
         if self._predicted is not None:
             torch.argmax(logits, 1, keepdim=True, out=self._predicted[rows])
         self._exponentiate_(rows, logits)
+        if self.loss.token_entropies is not None:
+            self.loss.token_entropies[rows] = _entropies_of(logits.div_(self._sums[rows]))
 
     def differentiate_(
         self, rows: slice, output: torch.Tensor, row_sum: torch.Tensor | None = None
@@ -279,6 +284,11 @@ class DeviceLogitLosses(LogitLosses):
 def _rows_of(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
     """Return the factors of some tokens, if each token has one."""
     return values if values is None or values.dim() == 0 else values[rows]
+
+
+def _entropies_of(probabilities: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of each row in nats, [tokens]."""
+    return torch.special.entr(probabilities).sum(1)
 
 
 def _softmax_(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:

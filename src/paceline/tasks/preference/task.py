@@ -6,7 +6,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -15,17 +14,12 @@ from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collat
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.kinds.pair import PairKind, PreferenceSample, PreferenceTransform
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
-from paceline.models import attention
 from paceline.models.builtin import resolve_model
-from paceline.models.context.place import sum_over_parts
-from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
-from paceline.models.head.softmax import IGNORED
-from paceline.models.head.transform import output_head
 from paceline.models.transforms.parameters import disable_dropout
 from paceline.tasks.base import Notice, Prepared
-from paceline.tasks.language import LanguageTask
 from paceline.tasks.preference.objectives import Rows, make_objective
 from paceline.tasks.preference.reference import reference_key
+from paceline.tasks.sequences import SequenceTask
 
 
 class PreferenceBatch(TokenBatch, total=False):
@@ -53,15 +47,13 @@ class PreferenceBatch(TokenBatch, total=False):
     metric_sums: MetricSums
 
 
-class PreferenceTask(LanguageTask):
+class PreferenceTask(SequenceTask):
     """Trains a causal language model of Hugging Face, in full or with LoRA, on pairs of answers or
     on answers that are marked as good or bad.
 
     The reference model is the model before training. Its log-probabilities are computed once and
     stored, so it takes no memory while the model is trained.
     """
-
-    is_language_model = False  # the samples are not the prompts that text is generated from
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -79,7 +71,7 @@ class PreferenceTask(LanguageTask):
     def check(self) -> None:
         super().check()
         args = self.config.train_args
-        for is_set, setting, reason in (
+        self._refuse(
             (args.packs_rows, f"packing_strategy: {args.packing_strategy}", "both answers of a"
              " pair must be in the same micro-batch"),
             (args.neftune_noise_alpha is not None, "neftune_noise_alpha", "the reference"
@@ -89,17 +81,7 @@ class PreferenceTask(LanguageTask):
             (args.train_on_inputs, "train_on_inputs: true", "the loss compares answers"),
             (args.train_on_turns != "all", f"train_on_turns: {args.train_on_turns}", "the loss"
              " compares the answers of the last turn"),
-        ):  # fmt: skip
-            if is_set:
-                raise ConfigError(
-                    "`train_args.{setting}` is not supported with `task: {task}`: {reason}",
-                    code="setting-with-preference",
-                    fix="leave `train_args.{key}` out",
-                    setting=setting,
-                    task=self.config.task,
-                    reason=reason,
-                    key=setting.partition(":")[0],
-                )
+        )  # fmt: skip
 
     def check_batch(self, global_batch_size: int) -> None:
         super().check_batch(global_batch_size)
@@ -326,46 +308,6 @@ class PreferenceTask(LanguageTask):
     def _of_answers(self, losses: torch.Tensor, batch: Any) -> torch.Tensor:
         flags = batch.get("is_answer")
         return losses if flags is None else torch.where(flags, losses, 0.0)
-
-    def _sum_by_sequence(self, losses: torch.Tensor, batch: Any) -> torch.Tensor:
-        if losses.dim() == 2:
-            return losses.sum(dim=1)
-        # In the same order on every device, unlike a sum with atomic additions.
-        counts = batch["target_counts" if self.place is None else "local_target_counts"]
-        sums = torch.stack([part.sum() for part in losses.split(counts)])
-        return sums if self.place is None else sum_over_parts(sums, self.place)
-
-    def _token_losses(self, model: Any, batch: Any) -> torch.Tensor:
-        """Return the negative log-probability of each target in nats, float32 in the shape of the
-        targets, 0 for those that are padding."""
-        inputs = self._inputs(batch)
-        keep, targets = batch["keep"], batch["targets"]
-        if self.picks_logits:
-            inputs["logits_to_keep"] = keep
-        losses: torch.Tensor
-        with attention.known_padding(batch.get("attention_mask"), batch["num_tokens"]):
-            if self._transform is None or not self._chunks.divides(targets.numel()):
-                logits = model(**inputs).logits
-                if not self.picks_logits:
-                    logits = logits[:, keep]
-                losses = functional.cross_entropy(
-                    logits.flatten(0, 1).float(),
-                    targets.flatten(),
-                    reduction="none",
-                    ignore_index=IGNORED,
-                )
-            else:
-                chunks = ChunkedLoss(
-                    output_head(model),
-                    self._transform,
-                    targets,
-                    None if self.picks_logits else keep,
-                    self._chunks.tokens,
-                    is_per_token=True,
-                )
-                with chunked_loss(chunks):
-                    losses = chunks.result(model(**inputs).logits)
-        return losses.view(targets.shape)
 
 
 def _parts_of(sample: PreferenceSample) -> tuple[TokenSample, TokenSample]:

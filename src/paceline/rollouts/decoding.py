@@ -1,0 +1,145 @@
+"""Generate the completions of a prompt with the forward pass of the model in training.
+
+The completions of a prompt are one batch: the prompt is computed once, and its keys and values are
+repeated. All rows have the same length, so there is no padding, and the numbers do not depend on
+other prompts. ``model.generate`` is not used, because ranks whose forward pass is a collective must
+stop at the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.models.blocks import base_model
+from paceline.models.transformers_compat import cache_argument
+from paceline.rollouts.sampling import Sampling
+
+
+@dataclass
+class Completion:
+    """A completion.
+
+    Args:
+        ids: token ids, with the token that ends it.
+        logps: log-probability of each token when it was drawn.
+        is_truncated: whether it has the largest length, and no token ends it.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    is_truncated: bool = True
+
+
+@dataclass(frozen=True)
+class GroupDecoder:
+    """Generates the completions of one prompt after the other.
+
+    Args:
+        model: the model in evaluation mode. It can generate alone, or with other ranks
+            (``agree``).
+        end_ids: token ids that end a completion.
+        max_tokens: largest number of tokens of a completion.
+        picks_logits: whether the model can compute the logits of the last token only.
+        tick: called after each token.
+        agree: function that returns whether all ranks whose forward passes belong together are
+            done, or None if each rank generates alone.
+    """
+
+    model: nn.Module
+    sampling: Sampling
+    end_ids: frozenset[int]
+    max_tokens: int
+    picks_logits: bool
+    tick: Callable[[], None]
+    agree: Callable[[bool], bool] | None = None
+
+    def decode(self, prompt: Sequence[int], uniforms: torch.Tensor) -> list[Completion]:
+        """Return the completions of a prompt.
+
+        Args:
+            prompt: token ids.
+            uniforms: a number in [0, 1) for each token, float64 [completions, tokens], on the CPU.
+        """
+        completions = [Completion() for _ in uniforms]
+        rows = _Rows(self, list(prompt), len(completions))
+        for position in range(self.max_tokens):
+            logits = rows.next_logits()
+            self.tick()
+            active = torch.tensor(rows.numbers)
+            tokens, logps = self.sampling.draw(logits, uniforms[active, position])
+            drawn = list(zip(rows.numbers, tokens.tolist(), logps.tolist(), strict=True))
+            for number, token, logp in drawn:
+                completion = completions[number]
+                if completion.is_truncated:
+                    completion.ids.append(token)
+                    completion.logps.append(logp)
+                    completion.is_truncated = token not in self.end_ids
+            is_done = not any(completion.is_truncated for completion in completions)
+            if is_done if self.agree is None else self.agree(is_done):
+                break
+            has_ended = [not completions[number].is_truncated for number in rows.numbers]
+            rows.append(tokens, has_ended)
+        return completions
+
+    def keep_up(self, prompt: Sequence[int]) -> None:
+        """Take part in the forward passes of other ranks, without completions of its own."""
+        assert self.agree is not None, "ranks that generate alone have nothing to keep up with"
+        rows = _Rows(self, list(prompt), 1)
+        for _ in range(self.max_tokens):
+            tokens = rows.next_logits().argmax(-1)
+            self.tick()
+            if self.agree(True):
+                break
+            rows.append(tokens, [False])
+
+
+class _Rows:
+    """The rows of a forward pass: completions that have not ended, and some that have.
+
+    Attributes:
+        numbers: number of the completion of each row.
+    """
+
+    def __init__(self, decoder: GroupDecoder, prompt: list[int], count: int) -> None:
+        self.decoder = decoder
+        self.numbers = list(range(count))
+        self._cache: Any = None
+        self._cache_name = cache_argument(base_model(decoder.model))
+        device = next(decoder.model.parameters()).device
+        #: Token ids that the cache does not contain, [rows, tokens].
+        self._ids = torch.tensor([prompt], device=device)
+
+    def next_logits(self) -> torch.Tensor:
+        """Return the logits of the next token of each row [rows, vocabulary]."""
+        is_prompt = len(self._ids) < len(self.numbers)
+        last = {"logits_to_keep": 1} if self.decoder.picks_logits else {}
+        output = self.decoder.model(
+            input_ids=self._ids, use_cache=True, **{self._cache_name: self._cache}, **last
+        )
+        self._cache = getattr(output, self._cache_name, None)
+        logits: torch.Tensor = output.logits[:, -1]
+        if is_prompt:
+            count = len(self.numbers)
+            if self._cache is not None:
+                self._cache.batch_repeat_interleave(count)
+            self._ids = self._ids.expand(count, -1)
+            logits = logits.expand(count, -1)
+        return logits
+
+    def append(self, tokens: torch.Tensor, has_ended: Sequence[bool]) -> None:
+        """Add a token to each row, and drop the rows that have ended if they are half of them."""
+        following = tokens.to(self._ids.device).unsqueeze(1)
+        ids = following if self._cache is not None else torch.cat([self._ids, following], 1)
+        kept = [row for row, is_over in enumerate(has_ended) if not is_over]
+        if kept and 2 * len(kept) <= len(self.numbers):
+            indices = torch.tensor(kept, device=ids.device)
+            ids = ids[indices]
+            self.numbers = [self.numbers[row] for row in kept]
+            if self._cache is not None:
+                self._cache.batch_select_indices(indices)
+        self._ids = ids
