@@ -323,7 +323,7 @@ def test_merges_mappings_and_sources(load: Load) -> None:
         (BASE + "val_size: 100.5\n", ["line 3", "val_size: 100.5"]),
         (BASE + "stage: ppo\n", ["line 3", "`stage: ppo`", "PPO", "task: sft"]),
         (BASE + "rl: grpo\n", ["line 3", "`rl: grpo`", "GRPO"]),
-        (BASE + "task: grpo\n", ["line 3", "`task: grpo`", "GRPO"]),
+        (BASE + "task: grpo\n", ["line 3", "`task: grpo`", "rewards"]),
         (BASE + "task_type: token_cls\n", ["line 3", "token_cls"]),
         (BASE + "finetuning_type: oft\n", ["line 3", "oft", "full"]),
         (BASE + "logging_steps: 1.5\n", ["line 3", "logging_steps: 1.5", "whole number"]),

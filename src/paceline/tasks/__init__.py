@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.config.schema.tasks import CAUSAL_TASKS, PREFERENCE_TASKS
+from paceline.config.schema.tasks import CAUSAL_TASKS, PREFERENCE_TASKS, ROLLOUT_TASKS
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.kinds import classifies_images
 from paceline.models.kinds import reads_images
@@ -22,6 +22,8 @@ BUILT_IN = {
     "orpo": "the same with an odds ratio and without a reference model",
     "simpo": "the same with mean log-probabilities and without a reference model",
     "kto": "language models, answers that are marked as good or bad",
+    "grpo": "language models, completions of the model and rewards for them, compared by prompt",
+    "rloo": "the same, each reward compared with the mean of the others",
     "reward": "text classifiers that score answers, pairs of a preferred and a rejected answer",
     "classify": "images or texts into classes",
     "recommend": "click prediction with embedding tables",
@@ -48,6 +50,10 @@ def load_task(config: Config) -> Task:
         from paceline.tasks.preference.task import PreferenceTask
 
         return PreferenceTask(config)
+    if name in ROLLOUT_TASKS:
+        from paceline.tasks.grpo.task import GrpoTask
+
+        return GrpoTask(config)
     if name == "reward":
         from paceline.tasks.preference.reward import RewardTask
 

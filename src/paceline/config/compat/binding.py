@@ -240,8 +240,8 @@ def unsupported_method(bindings: Sequence[KeyBinding]) -> Problem:
         ),
         entries[0],
         allowed=(
-            "`task: sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `reward`, `classify`,"
-            " `recommend`, and a custom task as `./file.py:Class`"
+            "`task: sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `grpo`, `rloo`, `reward`,"
+            " `classify`, `recommend`, and a custom task as `./file.py:Class`"
         ),
         fix=fix,
         target="task",

@@ -19,7 +19,7 @@ from paceline.config.compat import conversion, datasets, parallel_values, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.llamafactory import v1
 from paceline.config.entries import FOREIGN_SECTIONS
-from paceline.config.schema.tasks import ANSWER_TASKS
+from paceline.config.schema.tasks import ANSWER_TASKS, ROLLOUT_TASKS
 
 #: Modules with the functions that ``convert`` names in ``aliases.yaml``.
 _CONVERTERS = {
@@ -244,7 +244,7 @@ def named_method(key: str, value: Any) -> str | None:
         return "rm" if key == "reward_model" else "prm"
     if key not in _NAMED_BY or not isinstance(value, str):
         return None
-    if key == "task" and value in ANSWER_TASKS:
+    if key == "task" and value in (*ANSWER_TASKS, *ROLLOUT_TASKS):
         return None
     name = value.strip().lower().replace("-", "_")
     name = _SPELLINGS.get(name, name)

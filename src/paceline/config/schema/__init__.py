@@ -14,12 +14,13 @@ from paceline.config.schema.base import Auto, CombinationError, Logger, Names, S
 from paceline.config.schema.compression import Compression
 from paceline.config.schema.data import DatasetSource, modelscope_sources
 from paceline.config.schema.evaluation import Evaluation
+from paceline.config.schema.grpo import Grpo, Rewards, check_rewards
 from paceline.config.schema.lora import Lora
 from paceline.config.schema.parallel import LocalSgd, Parallel, ParameterServer
-from paceline.config.schema.preference import LOSSES, REWARD_KEYS, Preference
+from paceline.config.schema.preference import Preference
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.config.schema.schedules import schedule_problem
-from paceline.config.schema.tasks import ANSWER_TASKS, Classify, Recommend
+from paceline.config.schema.tasks import Classify, Recommend
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.schema.vision import Vision
 from paceline.core.hub import modelscope_name
@@ -57,8 +58,8 @@ class Config(Section):
     task: Text = Field(
         "sft",
         description=(
-            "`sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `reward`, `classify`, `recommend`,"
-            " or a custom task as `./file.py:Class`."
+            "`sft`, `pretrain`, `dpo`, `orpo`, `kto`, `simpo`, `grpo`, `rloo`, `reward`,"
+            " `classify`, `recommend`, or a custom task as `./file.py:Class`."
         ),
     )
     dataset: Text | DatasetSource | list[Text | DatasetSource] = Field(
@@ -189,6 +190,18 @@ class Config(Section):
     preference: Preference = Field(
         default_factory=Preference, description="Settings of preference training."
     )
+    grpo: Grpo = Field(
+        default_factory=Grpo, description="Settings of reinforcement learning with rewards."
+    )
+    rewards: Rewards = Field(
+        default_factory=list,
+        description=(
+            "Rewards of `task: grpo` and `rloo`, whose weighted sum counts: functions of your own"
+            " as `{function: ./rewards.py:NAME}`, built-in ones as `{name: NAME}` (`math`, `exact`,"
+            " `choice`, `format`, `soft_overlong`), and reward models as `{model: FOLDER}`, each"
+            " with a `weight`."
+        ),
+    )
     vision: Vision = Field(
         default_factory=Vision, description="Settings of vision-language models."
     )
@@ -272,7 +285,8 @@ class Config(Section):
                 UserText("dataset is an empty list", code="empty-dataset-list"), "dataset"
             )
         self._check_mixing()
-        self._check_preference()
+        self.preference.check_task(self.task)
+        check_rewards(self.task, self.rewards, self.grpo)
         problem = schedule_problem(
             self.train_args.lr_scheduler_type,
             self.train_args.lr_scheduler_kwargs,
@@ -391,57 +405,6 @@ class Config(Section):
     def changes_tokenizer(self) -> bool:
         """Whether tokens are added to the tokenizer, or one of its special tokens is another."""
         return self.adds_tokens or self.eos_token is not None or self.bos_token is not None
-
-    def _check_preference(self) -> None:
-        names = self.preference.loss_type
-        known = LOSSES.get(self.task)
-        if names and known is None and self.task in ANSWER_TASKS:
-            raise CombinationError(
-                UserText(
-                    "preference.loss_type is not supported with task: {task}, which has a single"
-                    " loss; remove it",
-                    code="loss-type-with-task",
-                    task=self.task,
-                ),
-                "task",
-            )
-        if self.task == "reward":
-            for name, field in Preference.model_fields.items():
-                if name in REWARD_KEYS or getattr(self.preference, name) == field.default:
-                    continue
-                raise CombinationError(
-                    UserText(
-                        "preference.{name} is not supported with task: reward, which has"
-                        " {reward_keys}; remove it",
-                        code="preference-key-with-reward",
-                        name=name,
-                        reward_keys=", ".join(REWARD_KEYS),
-                    ),
-                    "task",
-                )
-        elif self.preference.center_rewards_coefficient is not None:
-            raise CombinationError(
-                UserText(
-                    "preference.center_rewards_coefficient is not supported with task: {task}: it"
-                    " belongs to task: reward; remove it",
-                    code="center-rewards-with-task",
-                    task=self.task,
-                ),
-                "task",
-            )
-        for name in names or []:
-            if known is not None and name not in known:
-                raise CombinationError(
-                    UserText(
-                        "preference.loss_type: {name} is not supported with task: {task}; choose"
-                        " from {known}",
-                        code="loss-of-another-task",
-                        name=name,
-                        task=self.task,
-                        known=", ".join(known),
-                    ),
-                    "task",
-                )
 
     @property
     def extra_forwards(self) -> int:

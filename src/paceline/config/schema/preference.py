@@ -158,6 +158,58 @@ class Preference(Section):
         names = self.loss_type or [LOSSES[task][0]]
         return list(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
 
+    def check_task(self, task: str) -> None:
+        """Raise CombinationError if a setting is not supported with a task."""
+        names = self.loss_type
+        known = LOSSES.get(task)
+        if names and known is None and task in ANSWER_TASKS:
+            raise CombinationError(
+                UserText(
+                    "preference.loss_type is not supported with task: {task}, which has a single"
+                    " loss; remove it",
+                    code="loss-type-with-task",
+                    task=task,
+                ),
+                "task",
+            )
+        if task == "reward":
+            for name, field in type(self).model_fields.items():
+                if name in REWARD_KEYS or getattr(self, name) == field.default:
+                    continue
+                raise CombinationError(
+                    UserText(
+                        "preference.{name} is not supported with task: reward, which has"
+                        " {reward_keys}; remove it",
+                        code="preference-key-with-reward",
+                        name=name,
+                        reward_keys=", ".join(REWARD_KEYS),
+                    ),
+                    "task",
+                )
+        elif self.center_rewards_coefficient is not None:
+            raise CombinationError(
+                UserText(
+                    "preference.center_rewards_coefficient is not supported with task: {task}: it"
+                    " belongs to task: reward; remove it",
+                    code="center-rewards-with-task",
+                    task=task,
+                ),
+                "task",
+            )
+        for name in names or []:
+            if known is not None and name not in known:
+                raise CombinationError(
+                    UserText(
+                        "preference.loss_type: {name} is not supported with task: {task}; choose"
+                        " from {known}",
+                        code="loss-of-another-task",
+                        name=name,
+                        task=task,
+                        known=", ".join(known),
+                    ),
+                    "task",
+                )
+
     @model_validator(mode="after")
     def _check(self) -> "Preference":
         names = self.loss_type or []

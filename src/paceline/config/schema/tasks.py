@@ -12,8 +12,10 @@ LANGUAGE_TASKS = ("sft", "pretrain")
 PREFERENCE_TASKS = ("dpo", "orpo", "kto", "simpo")
 #: Tasks that train on answers that are marked as preferred or not, with any kind of model.
 ANSWER_TASKS = (*PREFERENCE_TASKS, "reward")
+#: Tasks that train one on completions that it generates, with rewards for them.
+ROLLOUT_TASKS = ("grpo", "rloo")
 #: All tasks that train a causal language model.
-CAUSAL_TASKS = (*LANGUAGE_TASKS, *PREFERENCE_TASKS)
+CAUSAL_TASKS = (*LANGUAGE_TASKS, *PREFERENCE_TASKS, *ROLLOUT_TASKS)
 #: All built-in tasks.
 TASKS = (*CAUSAL_TASKS, "reward", "classify", "recommend")
 

@@ -54,6 +54,16 @@ def find_idle_settings(draft: Draft) -> Iterable[tuple[str, str]]:
                 task=config.task,
             ),
         )
+    for name in config.grpo.unused(config.task):
+        yield (
+            "warning",
+            UserText(
+                "`grpo.{name}` has no effect with `task: {task}`",
+                code="grpo-without-effect",
+                name=name,
+                task=config.task,
+            ),
+        )
     num_ranks = layout.num_processes
     if draft.host is not None:
         num_ranks = min(known(draft.host).devices.count, num_ranks)

@@ -40,6 +40,7 @@ const en = {
   "group.classify": "classify",
   "group.vision": "vision",
   "group.preference": "preference",
+  "group.grpo": "grpo",
   "group.recommend": "recommend",
   "group.parameter_server": "parameter_server",
   "group.recovery": "recovery",
