@@ -97,7 +97,7 @@ class CompletionRecord(TypedDict):
 
 
 def rollout_file(folder: Path, step: int) -> Path:
-    """Return the file of the rollout on which the update ``step`` (from 1) is the first to train."""
+    """Return the file of the rollout that the update ``step`` (from 1) is the first to use."""
     return folder / f"step-{step:08d}.jsonl"
 
 
@@ -151,10 +151,7 @@ def read_groups(path: Path, names: Sequence[str], num_generations: int) -> list[
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         records: list[CompletionRecord] = [json.loads(line) for line in lines]
-        groups = [
-            _group_of(records[start : start + num_generations], names, num_generations)
-            for start in range(0, len(records), num_generations)
-        ]
+        groups = groups_of_records(records, names, num_generations)
     except FileNotFoundError:
         raise ConfigError(
             "`grpo.replay` has no file {file}, and the run needs it for its update {step}",
@@ -173,6 +170,20 @@ def read_groups(path: Path, names: Sequence[str], num_generations: int) -> list[
             reason=error if not isinstance(error, KeyError) else f"no {error}",
         ) from None
     return groups
+
+
+def groups_of_records(
+    records: Sequence[CompletionRecord], names: Sequence[str], num_generations: int
+) -> list[RolloutGroup]:
+    """Return the groups of the lines of a file.
+
+    Raises:
+        ValueError, KeyError, TypeError: the lines are not those of whole groups.
+    """
+    return [
+        _group_of(records[start : start + num_generations], names, num_generations)
+        for start in range(0, len(records), num_generations)
+    ]
 
 
 def _group_of(

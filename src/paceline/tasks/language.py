@@ -405,12 +405,12 @@ class LanguageTask(Task):
     def save_model(self, model: Any, folder: Path) -> None:
         tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path
         if tokenizer is not None:
-            language.add_stop_tokens(model, self._stop_tokens(Path(tokenizer)))
+            language.add_stop_tokens(model, self.stop_tokens(Path(tokenizer)))
         language.save_language_model(model, tokenizer, folder, self.config.model)
         if tokenizer is not None:
             save_template(self.config, folder)
 
-    def _stop_tokens(self, folder: Path) -> list[int]:
+    def stop_tokens(self, folder: Path) -> list[int]:
         """Return the tokens that the model was trained to end its answers with."""
         tokenizer = load_tokenizer(folder, self.config.trust_remote_code)
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -25,6 +25,8 @@ from paceline.train.callbacks.sampling import SampleGenerator
 from paceline.train.callbacks.selection import ModelSelection
 from paceline.train.callbacks.sources import SourceRecorder
 from paceline.train.callbacks.task_metrics import MetricRecorder
+from paceline.train.rollouts.pipeline import RolloutPipeline
+from paceline.train.rollouts.recorder import RolloutRecorder
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
@@ -112,6 +114,10 @@ def _loggers(trainer: Trainer) -> list[Callback]:
     if counter is not None:
         is_balanced = coefficient_of(spec.config) > 0
         experts = ExpertRecorder(counter, strategy, trainer.ctx.comm, is_balanced)
+    rollouts = None
+    if isinstance(data, RolloutPipeline):
+        run_dir, writes = trainer.ctx.run_dir.root, trainer.ctx.comm.is_rank_zero
+        rollouts = RolloutRecorder(data, run_dir, writes)
     logger = StepLogger(
         trainer.metrics,
         trainer.anomalies,
@@ -121,9 +127,11 @@ def _loggers(trainer: Trainer) -> list[Callback]:
         sources,
         metrics,
         experts,
+        rollouts,
     )
-    # The recorder of the experts adds a step before it is logged.
-    loggers: list[Callback] = [logger] if experts is None else [experts, logger]
+    # The recorders add a step before it is logged.
+    loggers: list[Callback] = [each for each in (experts, rollouts) if each is not None]
+    loggers.append(logger)
     if data.counts is None:
         return loggers
     return [*loggers, RowCounter(trainer.ctx, strategy, data, names)]

@@ -15,6 +15,7 @@ from paceline.checkpoint.train_state import frozen_digest
 from paceline.config.derive import ResolvedValues
 from paceline.config.metrics.best import check_best_metric
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import ROLLOUT_TASKS
 from paceline.core.errors import RunError
 from paceline.core.texts import UserText
 from paceline.data.loader_process import LoaderOptions, loader_options
@@ -221,6 +222,12 @@ def _build_data(
     accumulation = spec.derived.gradient_accumulation_steps
     if spec.layout.num_processes == 1:  # this process runs the micro-batches of all devices
         accumulation *= spec.layout.axes.replicas
+    if spec.config.task in ROLLOUT_TASKS:
+        from paceline.train.rollouts.build import build_rollout_pipeline
+
+        return build_rollout_pipeline(
+            spec, components, options, train_dataset, eval_dataset, accumulation
+        )
     return DataPipeline(
         train_dataset,
         eval_dataset,

@@ -28,6 +28,8 @@ from paceline.train.callbacks.base import Requests
 from paceline.train.callbacks.callback_list import CallbackList
 from paceline.train.evaluation import EvalResult, evaluate
 from paceline.train.memory_trial import needs_trial, try_largest_micro_batch
+from paceline.train.rollouts.evaluation import evaluate_rewards
+from paceline.train.rollouts.pipeline import RolloutPipeline
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import (
     RankContext,
@@ -286,16 +288,19 @@ class Trainer:
         parts, dataset = self.components, self.data.eval_dataset
         assert dataset is not None
         with self.ctx.progress.during("evaluation"), self.strategy.consolidated():
-            result = evaluate(
-                parts.task,
-                parts.model,
-                parts.strategy,
-                dataset,
-                self.spec.config,
-                parts.precision,
-                self.data.options,
-                self.ctx.progress,
-            )
+            if isinstance(self.data, RolloutPipeline):
+                result = evaluate_rewards(self.data)
+            else:
+                result = evaluate(
+                    parts.task,
+                    parts.model,
+                    parts.strategy,
+                    dataset,
+                    self.spec.config,
+                    parts.precision,
+                    self.data.options,
+                    self.ctx.progress,
+                )
             self.callbacks.on_evaluation_end(result, self.state)
         return result
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import PREFERENCE_TASKS
+from paceline.config.schema.tasks import PREFERENCE_TASKS, ROLLOUT_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
@@ -91,6 +91,8 @@ def text_kind(config: Config) -> str:
         return "pretrain"
     if config.task in PREFERENCE_TASKS:
         return "answers" if config.task == "kto" else "pairs"
+    if config.task in ROLLOUT_TASKS:
+        return "prompts"
     return "sft"
 
 

@@ -143,7 +143,9 @@ class FSDPSharding:
         self.shards = world.subgroup("shard", "context")
         self.copies = world.subgroup("data")
         self.replicas = world.subgroup("data", "shard", "context")
-        self.keeps_weights = not reshard_after_forward
+        self.keeps_weights, self.low_dtype = not reshard_after_forward, low_dtype
+        #: Whether each unit frees its gathered weights after forward.
+        self.frees_after_forward: list[bool] = []
         self._reduces_in_float32 = reduces_in_float32 or self.copies.size > 1
         #: Peak bytes of gathered weights between a forward and its backward, in stage 2.
         self.gathered_bytes = 0
@@ -230,13 +232,15 @@ class FSDPSharding:
             # Backward begins with the head and the root.
             is_last = unit[0] is self.model or unit is head
             is_own = self._own is not None and unit[0] in own
+            frees = not (self.keeps_weights or is_last)
+            self.frees_after_forward.append(frees)
             group = self._own.group if self._own is not None and is_own else self.shards
             shard(
                 unit if len(unit) > 1 else unit[0],
                 mesh=own_mesh if is_own else mesh,
                 shard_placement_fn=partial(_placement, group.size),
                 mp_policy=unchanged if unit[0] in norms else mixed,
-                reshard_after_forward=not (self.keeps_weights or is_last),
+                reshard_after_forward=frees,
             )
             first = unit[0]  # the modules of a unit share its state
             assert isinstance(first, FSDPModule)

@@ -14,6 +14,7 @@ from paceline.parallel.optimizer_state import optimizer_tensors
 from paceline.parallel.save_load import trained_state
 from paceline.parallel.state import TensorShard, frozen_parts, low_dtype
 from paceline.parallel.strategy import EvalFn, MicroStep, Strategy
+from paceline.strategies.fsdp.gather import gathered, gathered_bytes
 from paceline.strategies.fsdp.sharding import FSDPSharding
 
 
@@ -79,6 +80,13 @@ class FSDPStrategy(Strategy):
         result = run(model)
         self.sharding.reshard()
         return self.reported(result)
+
+    @property
+    def gathered_bytes_to_generate(self) -> int:
+        return gathered_bytes(self.sharding)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return gathered(self.sharding)
 
     @property
     def replica_group(self) -> Communicator:

@@ -10,7 +10,7 @@ wrong gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -310,6 +310,17 @@ class HybridStrategy(BucketedStrategy):
         if self.pipeline is not None and not self.pipeline.owns(name):
             return False
         return self.tensor is None or name in self.tensor.cuts or self.tensor.group.is_rank_zero
+
+    @property
+    def gathered_bytes_to_generate(self) -> int:
+        from paceline.strategies.fsdp.gather import gathered_bytes
+
+        return 0 if self.sharding is None else gathered_bytes(self.sharding)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        from paceline.strategies.fsdp.gather import gathered
+
+        return nullcontext() if self.sharding is None else gathered(self.sharding)
 
     def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
         if self.pipeline is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.core.event_log import EventLog
-from paceline.core.events import StepEvent, StepFigures
+from paceline.core.events import RolloutFigures, StepEvent, StepFigures
 from paceline.core.log import log_notices
 from paceline.core.texts import UserText
 from paceline.data.order.base import Order
@@ -26,6 +26,7 @@ from paceline.train.callbacks.base import Callback
 from paceline.train.callbacks.experts import ExpertRecorder, PendingExperts
 from paceline.train.callbacks.sources import SourceRecorder
 from paceline.train.callbacks.task_metrics import MetricRecorder
+from paceline.train.rollouts.recorder import RolloutRecorder
 from paceline.train.state import RankContext, StepResult, TrainState
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class _LoggedStep:
         starts: index of the first number of the sources, and of the task's metrics, in the further
             numbers of a rank.
         experts: the figures of the experts, or None.
+        rollouts: the figures of the rollouts, or None.
     """
 
     step: int
@@ -86,6 +88,7 @@ class _LoggedStep:
     figures: PendingFigures
     starts: tuple[int, int]
     experts: PendingExperts | None
+    rollouts: RolloutFigures | None
 
 
 class StepLogger(Callback):
@@ -97,6 +100,7 @@ class StepLogger(Callback):
         sources: the recorder of several sources, or None.
         task_metrics: the recorder of the task's metrics, or None.
         experts: the recorder of the model's experts, or None.
+        rollouts: the recorder of the rollouts, or None.
 
     Attributes:
         on_logged: called on every rank with each logged step and its figures.
@@ -112,8 +116,9 @@ class StepLogger(Callback):
         sources: SourceRecorder | None = None,
         task_metrics: MetricRecorder | None = None,
         experts: ExpertRecorder | None = None,
+        rollouts: RolloutRecorder | None = None,
     ) -> None:
-        self.experts = experts
+        self.experts, self.rollouts = experts, rollouts
         self.task_metrics = task_metrics
         self.row_tokens = row_tokens
         self.sources = sources
@@ -168,8 +173,11 @@ class StepLogger(Callback):
         self._last_step = state.step
         steps = range(first, state.step)
         experts = None if self.experts is None else self.experts.start()
+        rollouts = None if self.rollouts is None else self.rollouts.take()
         both = starts[0], starts[1]
-        return _LoggedStep(state.step, steps, result.learning_rate, figures, both, experts)
+        return _LoggedStep(
+            state.step, steps, result.learning_rate, figures, both, experts, rollouts
+        )
 
     def _finish(self, result: StepResult | None) -> None:
         """Emit the event of the pending step, if there is one, and add its figures to the result of
@@ -181,6 +189,8 @@ class StepLogger(Callback):
         experts = None if logged.experts is None else logged.experts.read()
         if experts is not None:
             figures["experts"] = experts
+        if logged.rollouts is not None:
+            _add_rollouts(figures, logged.rollouts)
         self.anomalies.report_local_skips(logged.step, self.metrics.extra_by_rank)
         event: StepEvent = {
             "type": "step",
@@ -216,7 +226,18 @@ class StepLogger(Callback):
         if self.sources is not None:
             event["sources"] = self.sources.figures([row[first:second] for row in rows])
         if self.task_metrics is not None:
-            event["metrics"] = self.task_metrics.means([row[second:] for row in rows])
+            means = self.task_metrics.means([row[second:] for row in rows])
+            if self.rollouts is None:
+                event["metrics"] = means
+            else:
+                event.update(means)  # type: ignore[typeddict-item]
+
+
+def _add_rollouts(figures: StepFigures, rollouts: RolloutFigures) -> None:
+    """Add the figures of the rollouts to the figures of a step."""
+    figures.update(rollouts)  # type: ignore[typeddict-item]
+    spent = (rollouts["rollout_s"] or 0.0) + (rollouts["reward_s"] or 0.0)
+    figures["update_s"] = max(0.0, figures["step_time_s"] - spent)
 
 
 class MemoryReporter(Callback):

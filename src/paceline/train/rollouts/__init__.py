@@ -1,1 +1,1 @@
-"""The stage of the trainer that generates completions, scores them and computes their advantages."""
+"""The stage of the trainer that generates completions and computes their advantages."""
