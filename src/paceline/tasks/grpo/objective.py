@@ -124,7 +124,9 @@ class GroupObjective:
         metrics = {**_common_metrics(tokens), "clip_ratio": clipped}
         if self.beta and tokens.reference_logps is not None:
             difference = tokens.reference_logps - tokens.logps
-            divergence = difference.exp() - difference - 1  # Schulman's estimator k3
+            # Schulman's estimator k3; the ratio makes its gradient the unbiased one of the reverse
+            # divergence (DeepSeek-AI, "DeepSeek-V3.2", 2025, section 3.1).
+            divergence = (difference.exp() - difference - 1) * ratio
             losses = losses + self.beta * divergence
             metrics["kl"] = tokens.mean(divergence)
         if settings.loss_type == "grpo":
