@@ -16,7 +16,7 @@ needs_package = pytest.mark.skipif(
 TEXTS = [
     r"The answer is \boxed{\frac{1}{2}}.",
     r"\boxed{0.5}",
-    r"so it is $\frac{2}{4}$",
+    r"The final answer is $\frac{2}{4}$. I hope it is correct.",
     r"\boxed{2}",
     "one half",
     r"\boxed{\frac{1}{",
