@@ -1,0 +1,156 @@
+"""Load the reward functions of the user, and check what can be checked before a run. Imports no
+torch."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.config.packages import check_package
+from paceline.config.schema import Config
+from paceline.config.schema.grpo import RewardEntry
+from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.user_code import import_user_module
+from paceline.models.json_config import read_object
+
+_FORM = "./file.py:NAME or package.module:NAME"
+RewardFunction = Callable[..., object]
+#: Keyword arguments of every reward function, besides the columns of the rows.
+ARGUMENTS = ("prompts", "completions", "completion_ids", "step")
+#: Keyword arguments of TRL that cannot be sent to another process.
+_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+
+
+def load_function(text: str) -> RewardFunction:
+    """Return the function that ``./file.py:NAME`` or ``package.module:NAME`` names.
+
+    Raises:
+        ConfigError: the file, the module or the function does not exist, or user code raised an
+            exception; the message shows the line.
+    """
+    location, _, name = text.strip().rpartition(":")
+    module = import_user_module(location, f"rewards: {text}", _FORM)
+    function: RewardFunction | None = getattr(module, name, None)
+    if not callable(function) or inspect.isclass(function):
+        problem = f"{location} has no function {name}"
+        if hasattr(module, name):
+            problem = f"{name} in {location} is not a function"
+        names = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise ConfigError(
+            "`rewards: [{function: {text}}]`: {problem}",
+            code="unknown-reward-function",
+            allowed="functions in it: {names}",
+            fix=did_you_mean(name, names, "check the name"),
+            text=text,
+            problem=problem,
+            names=", ".join(names) or "none",
+        )
+    return function
+
+
+def file_of(function: RewardFunction) -> str:
+    """Return the file that defines a function."""
+    module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+    return str(getattr(module, "__file__", None) or "unknown file")
+
+
+def required_columns(function: RewardFunction, text: str) -> list[str]:
+    """Return the columns that a function requires: its parameters without a default.
+
+    Raises:
+        ConfigError: the function cannot be called with the arguments of a reward function.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function written in C
+        return []
+    problem = None
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        problem = "it has no **kwargs, and every column of the data is an argument"
+    required = [
+        each
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    for each in required:
+        if each.kind is each.POSITIONAL_ONLY:
+            problem = f"its parameter {each.name} is positional, and arguments are passed by name"
+        elif each.name in _ONLY_IN_TRL:
+            problem = f"its parameter {each.name} has no default, and only TRL passes it"
+    if problem is not None:
+        raise ConfigError(
+            "the reward function {text} cannot be called: {problem}",
+            code="reward-signature",
+            allowed="def NAME(prompts, completions, completion_ids, step, **kwargs)",
+            fix="add **kwargs, and parameters only for the columns that it reads",
+            text=text,
+            problem=problem,
+        )
+    return [each.name for each in required if each.name not in ARGUMENTS]
+
+
+def needed_columns(config: Config) -> list[str]:
+    """Return the columns of the data that the rewards of a config require, each once.
+
+    Raises:
+        ConfigError: a reward function does not exist or cannot be called.
+    """
+    columns: list[str] = []
+    for entry in config.rewards:
+        if entry.function is not None:
+            columns += required_columns(load_function(entry.function), entry.function)
+        elif entry.answer_column is not None:
+            columns.append(entry.answer_column)
+    return list(dict.fromkeys(columns))
+
+
+def check_reward_sources(config: Config) -> None:
+    """Check that the functions, packages and models of the rewards exist, before anything starts.
+
+    Raises:
+        ConfigError: one does not exist or cannot be used.
+    """
+    for entry in config.rewards:
+        if entry.name == "math":
+            advice = "use `{name: exact}`, which compares texts and numbers"
+            check_package("math_verify", "`rewards: [{name: math}]`", advice, extra="math")
+        if entry.model is not None:
+            check_reward_model(entry)
+    needed_columns(config)
+
+
+def check_reward_model(entry: RewardEntry) -> None:
+    """Raise ConfigError unless the folder of a reward model holds a classifier with one label."""
+    folder = Path(str(entry.model)).expanduser()
+    content = read_object(folder / "config.json")
+    if content is None:
+        is_adapter = (folder / "adapter_config.json").is_file()
+        raise ConfigError(
+            "the reward model {folder} {problem}",
+            code="reward-model-missing",
+            allowed="the folder of a model that `task: reward` has trained",
+            fix="merge the adapter first: paceline export" if is_adapter else "check the path",
+            folder=entry.model,
+            problem=(
+                "is an adapter without its base model" if is_adapter else "has no valid config.json"
+            ),
+        )
+    names = content.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
+    labels = content.get("id2label", content.get("num_labels"))
+    # transformers writes no labels if there are two, its default.
+    count = len(labels) if isinstance(labels, dict) else labels if isinstance(labels, int) else 2
+    if not architecture.endswith("ForSequenceClassification") or count != 1:
+        raise ConfigError(
+            "the reward model {folder} is a {architecture} with {count:label}",
+            code="not-a-reward-model",
+            allowed="a model for sequence classification with one label, the reward",
+            fix="train one with `task: reward`",
+            folder=entry.model,
+            architecture=architecture,
+            count=count,
+        )
