@@ -10,6 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.balance import check_balance
 from paceline.parallel.gradient_compression import check_compression
+from paceline.parallel.limits.rollouts import check_rollouts
 
 #: Returns the setting or mesh that a limit depends on, as text for a message, or None if the limit
 #: does not apply.
@@ -87,6 +88,7 @@ class Capabilities:
         mixed_devices: whether ranks may use devices of different types, over Gloo.
         same_devices_with: optional settings that nevertheless need devices of the same type.
         chosen_by_auto: whether ``parallel.mode: auto`` may choose it.
+        generates: whether its ranks can generate the completions that they train on.
     """
 
     limits: tuple[Limit, ...] = ()
@@ -96,6 +98,7 @@ class Capabilities:
     mixed_devices: bool = False
     same_devices_with: tuple[str, ...] = ()
     chosen_by_auto: bool = True
+    generates: bool = False
 
 
 def get_setting(config: Config, key: str) -> object:
@@ -153,8 +156,9 @@ def check_features(
     mode: str, capabilities: Capabilities, config: Config, dims: ParallelDims
 ) -> None:
     """Raise ConfigError if the strategy does not support the config's compression, all-reduce
-    algorithm, unequal shares or metrics of generated text."""
+    algorithm, unequal shares, metrics of generated text, or a task that generates completions."""
     check_generation(config, dims)
+    check_rollouts(mode, capabilities.generates, config, dims)
     check_compression(config, mode, capabilities.reduces_in_buckets, dims)
     check_balance(config, mode, capabilities.unequal_shares, capabilities.equal_shares_reason, dims)
 

@@ -47,8 +47,9 @@ def weigh_rewards(scores: np.ndarray, weights: Sequence[float]) -> np.ndarray:
         NaN where no reward applies, float64 [groups, completions].
     """
     values = np.where(np.isnan(scores), 0.0, scores.astype(np.float64))
-    total: np.ndarray = values @ np.asarray(weights, dtype=np.float64)
-    return np.where(np.isnan(scores).all(axis=-1), np.nan, total)
+    has_none = np.isnan(scores).all(axis=-1)
+    total: np.ndarray = np.where(has_none, np.nan, values @ np.asarray(weights, dtype=np.float64))
+    return total
 
 
 def compute_advantages(
@@ -81,19 +82,22 @@ def compute_advantages(
         if rule.normalizes:
             spread = _deviation(advantages.reshape(1, -1))[0]
             advantages = (advantages - np.nanmean(advantages)) / (spread + _EPSILON)
-    return np.nan_to_num(advantages, nan=0.0, posinf=0.0, neginf=0.0)
+    known: np.ndarray = np.nan_to_num(advantages, nan=0.0, posinf=0.0, neginf=0.0)
+    return known
 
 
 def deviations(rewards: np.ndarray) -> np.ndarray:
     """Return the standard deviation of the rewards of each group, 0 with fewer than two rewards
     [groups]."""
-    return np.nan_to_num(_deviation(rewards), nan=0.0)
+    known: np.ndarray = np.nan_to_num(_deviation(rewards), nan=0.0)
+    return known
 
 
 def have_equal_rewards(rewards: np.ndarray) -> np.ndarray:
     """Return whether all rewards of a group are equal, so that it carries no signal, bool
     [groups]."""
-    return np.isclose(deviations(rewards), 0.0)
+    is_equal: np.ndarray = np.isclose(deviations(rewards), 0.0)
+    return is_equal
 
 
 def _deviation(rows: np.ndarray) -> np.ndarray:
@@ -102,5 +106,5 @@ def _deviation(rows: np.ndarray) -> np.ndarray:
     means = np.nansum(rows, axis=1) / np.maximum(counts, 1)
     squares = np.nansum((rows - means[:, np.newaxis]) ** 2, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        variances: np.ndarray = np.where(counts > 1, squares / (counts - 1), np.nan)
-    return np.sqrt(variances)
+        spread: np.ndarray = np.sqrt(np.where(counts > 1, squares / (counts - 1), np.nan))
+    return spread

@@ -152,14 +152,6 @@ def read_groups(path: Path, names: Sequence[str], num_generations: int) -> list[
         lines = path.read_text(encoding="utf-8").splitlines()
         records: list[CompletionRecord] = [json.loads(line) for line in lines]
         groups = groups_of_records(records, names, num_generations)
-    except FileNotFoundError:
-        raise ConfigError(
-            "`grpo.replay` has no file {file}, and the run needs it for its update {step}",
-            code="no-rollout-file",
-            fix="record as many steps with `grpo.keep_rollouts`, or lower `train_args.max_steps`",
-            file=path,
-            step=int(path.stem.removeprefix("step-")),
-        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "{file} is not a rollout of this config: {reason}",
@@ -170,6 +162,17 @@ def read_groups(path: Path, names: Sequence[str], num_generations: int) -> list[
             reason=error if not isinstance(error, KeyError) else f"no {error}",
         ) from None
     return groups
+
+
+def missing_rollout(folder: Path, step: int) -> ConfigError:
+    """Return the error about a step, from 1, without a recorded rollout."""
+    return ConfigError(
+        "`grpo.replay` has no file {file}, and the run needs it for its update {step}",
+        code="no-rollout-file",
+        fix="record as many steps with `grpo.keep_rollouts`, or lower `train_args.max_steps`",
+        file=rollout_file(folder, step),
+        step=step,
+    )
 
 
 def groups_of_records(

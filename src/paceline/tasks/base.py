@@ -183,6 +183,13 @@ class Task:
             ConfigError: the loss cannot be computed with so few samples.
         """
 
+    def check_steps(self, steps: int) -> None:
+        """Check the number of steps of the run. Called before any rank exists.
+
+        Raises:
+            ConfigError: the data does not suffice for them.
+        """
+
     # -- on every rank
     #: Type of device that the run trains on. Set before ``setup`` is called, when the model may
     #: still be on the CPU.

@@ -75,9 +75,9 @@ def trl_steps(
 
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
         found = chosen(prompts)
-        return {name: [each[name] for each in found] for name in ("prompt_ids", "completion_ids")} | {
-            "logprobs": [each["logprobs"] for each in found]
-        }
+        return {
+            name: [each[name] for each in found] for name in ("prompt_ids", "completion_ids")
+        } | {"logprobs": [each["logprobs"] for each in found]}
 
     def reward(name: str) -> Any:
         def function(prompts: list[str], **columns: Any) -> list[float | None]:

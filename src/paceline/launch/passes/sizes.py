@@ -86,7 +86,9 @@ def find_idle_settings(draft: Draft) -> Iterable[tuple[str, str]]:
 
 def check_task_batch(draft: Draft) -> None:
     """Check that the task can compute its loss with this number of samples."""
-    load_task(draft.config).check_batch(known(draft.derived).global_batch_size)
+    task, derived = load_task(draft.config), known(draft.derived)
+    task.check_batch(derived.global_batch_size)
+    task.check_steps(derived.steps)
 
 
 def check_shares(draft: Draft) -> Iterable[tuple[str, str]]:

@@ -288,7 +288,8 @@ def _rows_of(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
 
 def _entropies_of(probabilities: torch.Tensor) -> torch.Tensor:
     """Return the entropy of each row in nats, [tokens]."""
-    return torch.special.entr(probabilities).sum(1)
+    entropies: torch.Tensor = torch.special.entr(probabilities).sum(1)
+    return entropies
 
 
 def _softmax_(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:

@@ -10,7 +10,9 @@ SINGLE = StrategySpec(
     single_device=True,
     spans_hosts=False,
     cost_model="paceline.strategies.ddp.cost:estimate",
-    capabilities=Capabilities(OPTIMIZER_ON_HOST, unequal_shares=True, mixed_devices=True),
+    capabilities=Capabilities(
+        OPTIMIZER_ON_HOST, unequal_shares=True, mixed_devices=True, generates=True
+    ),
 )
 DDP = StrategySpec(
     name="ddp",
@@ -18,6 +20,10 @@ DDP = StrategySpec(
     extra_dims=("context",),
     cost_model="paceline.strategies.ddp.cost:estimate",
     capabilities=Capabilities(
-        OPTIMIZER_ON_HOST, reduces_in_buckets=True, unequal_shares=True, mixed_devices=True
+        OPTIMIZER_ON_HOST,
+        reduces_in_buckets=True,
+        unequal_shares=True,
+        mixed_devices=True,
+        generates=True,
     ),
 )

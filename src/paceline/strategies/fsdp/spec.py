@@ -49,6 +49,7 @@ ZERO2 = StrategySpec(
     preload=("torch.distributed.fsdp",),
     capabilities=Capabilities(
         LIMITS,
+        generates=True,
         equal_shares_reason=(
             "it reduces gradients in every micro-batch, so all ranks must run the same number"
             " of micro-batches"
@@ -66,6 +67,7 @@ ZERO3 = StrategySpec(
     preload=("torch.distributed.fsdp",),
     capabilities=Capabilities(
         LIMITS,
+        generates=True,
         equal_shares_reason=(
             "it gathers weights in every micro-batch, so all ranks must run the same number of"
             " micro-batches"

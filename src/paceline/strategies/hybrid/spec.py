@@ -115,7 +115,9 @@ LIMITS = (
 
 SPLIT_LAYERS = Capabilities((_no_click_models(), *LIMITS), reduces_in_buckets=True)
 CAPABILITIES = Capabilities(
-    (_no_click_models(with_dims("tensor", "pipeline")), *LIMITS), reduces_in_buckets=True
+    (_no_click_models(with_dims("tensor", "pipeline")), *LIMITS),
+    reduces_in_buckets=True,
+    generates=True,
 )
 
 TENSOR = StrategySpec(

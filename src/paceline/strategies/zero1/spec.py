@@ -12,5 +12,5 @@ ZERO1 = StrategySpec(
     implementation="paceline.strategies.zero1.strategy:Zero1Strategy",
     cost_model="paceline.strategies.zero1.cost:estimate",
     has_low_weights=True,
-    capabilities=Capabilities(LIMITS, unequal_shares=True),
+    capabilities=Capabilities(LIMITS, unequal_shares=True, generates=True),
 )

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from paceline.config.schema import Config
-from paceline.config.schema.grpo import check_completions_per_batch
+from paceline.config.schema.grpo import check_completions_per_batch, reward_labels
+from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
-from paceline.data.kinds.prompt import ROW
+from paceline.data.kinds.prompt import ROW, read_row
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models.builtin import resolve_model
 from paceline.models.head.softmax import IGNORED
 from paceline.models.transforms.parameters import disable_dropout
+from paceline.rewards.functions import check_reward_sources, needed_columns
 from paceline.rollouts.advantages import AdvantageRule
+from paceline.rollouts.records import missing_rollout, read_groups, rollout_file
 from paceline.tasks.base import Notice, Prepared
 from paceline.tasks.grpo.objective import (
     CompletionTokens,
@@ -68,6 +72,10 @@ class CompletionBatch(TokenBatch, total=False):
     metric_sums: MetricSums
 
 
+#: Engines that the config names and that are not built yet.
+UNTESTED_ENGINES = ("vllm", "continuous_batching")
+#: Number of rows that are read to find out whether the data has the columns of the rewards.
+_CHECKED_ROWS = 1000
 #: The values of a sample that each token of its completion has.
 _TOKEN_VALUES = ("sampled_logps", "old_logps", "reference_logps")
 
@@ -187,7 +195,50 @@ class GrpoTask(SequenceTask):
             (args.train_on_inputs, "train_on_inputs: true", "the loss is on completions"),
             (args.train_on_turns != "all", f"train_on_turns: {args.train_on_turns}", "the loss is"
              " on completions"),
+            (args.torch_compile, "torch_compile: true", "blocks would be compiled again for each"
+             " length of the keys and values"),
         )  # fmt: skip
+        self._check_other_sections()
+        check_reward_sources(self.config)
+
+    def _check_other_sections(self) -> None:
+        config, settings = self.config, self.config.grpo
+        longest = config.train_args.max_length
+        for is_set, setting, reason, fix in (
+            (config.mixing != "concat", f"mixing: {config.mixing}", "prompts are not mixed",
+             "leave `mixing` out"),
+            (config.evaluation.metrics, "evaluation.metrics", "an evaluation computes the rewards",
+             "leave `evaluation.metrics` out"),
+            (config.evaluation.mode == "rank0", "evaluation.mode: rank0", "all ranks generate"
+             " completions", "set `evaluation.mode: distributed`"),
+            (settings.engine in UNTESTED_ENGINES, f"grpo.engine: {settings.engine}", "completions"
+             " are generated with transformers in this version", "leave `grpo.engine` out"),
+            (settings.max_completion_length >= longest, "grpo.max_completion_length:"
+             f" {settings.max_completion_length}", f"no token of `train_args.max_length: {longest}`"
+             " would be left for the prompt", "raise `train_args.max_length`"),
+        ):  # fmt: skip
+            if is_set:
+                raise ConfigError(
+                    "`{setting}` is not supported with `task: {task}`: {reason}",
+                    code="setting-with-rollouts",
+                    fix=fix,
+                    setting=setting,
+                    task=config.task,
+                    reason=reason,
+                )
+
+    def check_steps(self, steps: int) -> None:
+        """Check that there is a recorded rollout for each step, if the run replays them."""
+        settings = self.config.grpo
+        if settings.replay is None:
+            return
+        folder = Path(settings.replay).expanduser()
+        for step in range(0, steps, settings.num_iterations):
+            if not rollout_file(folder, step + 1).is_file():
+                raise missing_rollout(folder, step + 1)
+        read_groups(
+            rollout_file(folder, 1), reward_labels(self.config.rewards), settings.num_generations
+        )
 
     def check_batch(self, global_batch_size: int) -> None:
         super().check_batch(global_batch_size)
@@ -198,6 +249,7 @@ class GrpoTask(SequenceTask):
         kind = text_kind(self.config)
         tokens = prepare_tokens(self.config, kind, resolve_model, self.num_prepare_workers)
         of_samples = self._prepared_from(tokens)
+        self._check_columns(tokens)
         mean_prompt = tokens.train_tokens / max(1, tokens.num_train)
         return PreparedPrompts(
             num_train=tokens.num_train,
@@ -208,6 +260,26 @@ class GrpoTask(SequenceTask):
             handle=tokens,
             mean_tokens=mean_prompt + self.config.grpo.max_completion_length,
         )
+
+    def _check_columns(self, tokens: PreparedTokens) -> None:
+        """Check that the first rows have the columns of the rewards."""
+        needed = needed_columns(self.config)
+        for dataset in tokens.open((ROW,)) if needed else ():
+            if dataset is None:
+                continue
+            count = min(len(dataset), _CHECKED_ROWS)
+            known = {name for index in range(count) for name in read_row(dataset, index).columns}
+            for name in needed:
+                if name not in known:
+                    raise ConfigError(
+                        "`rewards` needs the column `{column}`, which no row of the data has",
+                        code="no-reward-column",
+                        allowed="{known}",
+                        fix="name the column of the data with `dataset: {path: …, columns:"
+                        " {COLUMN: YOURS}}`, or set the option `column` of the reward",
+                        column=name,
+                        known=", ".join(sorted(known)) or "no columns besides `prompt`",
+                    )
 
     def metric_names(self, prepared: Prepared) -> list[str]:
         return ["loss", "reward", "reward_std", "completion_length", "truncated"]

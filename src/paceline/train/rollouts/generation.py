@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from paceline.core.formatting import human_bytes
+from paceline.core.files import human_bytes
 from paceline.core.processes import available_memory
 from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator

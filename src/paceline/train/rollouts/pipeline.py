@@ -184,7 +184,7 @@ class RolloutPipeline(DataPipeline):
 
     def _replayed(self, step: int) -> list[RolloutGroup]:
         """Return the groups of a recorded rollout."""
-        path = rollout_file(Path(str(self.settings.replay)), step + 1)
+        path = rollout_file(Path(str(self.settings.replay)).expanduser(), step + 1)
         groups = read_groups(path, self.scorer.names, self.settings.num_generations)
         expected = len(self.order.prompts(step))
         if len(groups) != expected:

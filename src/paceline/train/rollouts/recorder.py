@@ -126,8 +126,7 @@ def mean_figures(steps: list[RolloutFigures]) -> RolloutFigures:
         for name in steps[0]
         if name != "rewards"
     }
-    figures: RolloutFigures = {**numbers, "rewards": rewards}
-    return figures
+    return {"rewards": rewards, **numbers}  # type: ignore[typeddict-item]
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from paceline.config.schema.grpo import RewardEntry, reward_labels
 from paceline.data.kinds.prompt import PromptRow
 from paceline.distributed.devices import cpu_cores
 from paceline.distributed.timing.progress import ProgressTracker
-from paceline.rewards.group import CompletionGroup
+from paceline.rewards.group import CompletionGroup, Content
 from paceline.rewards.reward_model import RewardModel
 from paceline.rewards.scorer import RewardScorer
 from paceline.rollouts.decoding import Completion
@@ -127,7 +128,7 @@ def _group_of(
     return CompletionGroup(
         number=tokens.number,
         place=row.place,
-        prompt=row.prompt,
+        prompt=cast("Content", row.prompt),
         completions=[
             [{"role": "assistant", "content": text}] if is_chat else text for text in texts
         ],
