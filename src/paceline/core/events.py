@@ -13,6 +13,7 @@ from paceline.core.report import (
     MemoryFallback,
     PackingFigures,
     PeakRate,
+    RolloutFigures,
     SourceFigures,
     SourceStep,
     WorkerLoss,
@@ -334,44 +335,7 @@ class DeviceFigures(TypedDict, total=False):
     power_w: float | None
 
 
-class RolloutFigures(_Logged, total=False):
-    """Means over the steps since the previous ``step`` event; None if unknown.
-
-    Attributes:
-        reward: weighted sum of the rewards of a completion.
-        reward_std: standard deviation of the rewards of a group.
-        rewards: reward of each kind, over the completions to which it applies.
-        zero_std_groups: number of groups of a step whose rewards are all equal.
-        skipped_groups: number of groups that dynamic sampling has left out.
-        completion_length: number of tokens.
-        truncated: share of completions that reached the largest length.
-        rollout_s, reward_s, update_s: seconds to generate completions, to compute their rewards,
-            and of the rest of the step.
-        kl: divergence from the reference model, per token.
-        entropy: entropy of the distribution of a token, in nats.
-        clip_ratio: share of tokens (of completions, if there is a ratio for each) whose ratio of
-            probabilities is clipped.
-        logprob_diff: mean difference between the log-probabilities of tokens when they were drawn
-            and in training.
-    """
-
-    reward: float | None
-    reward_std: float | None
-    rewards: dict[str, float | None]
-    zero_std_groups: float | None
-    skipped_groups: float | None
-    completion_length: float | None
-    truncated: float | None
-    rollout_s: float | None
-    reward_s: float | None
-    update_s: float | None
-    kl: float
-    entropy: float
-    clip_ratio: float
-    logprob_diff: float
-
-
-class StepFigures(RolloutFigures, total=False):
+class StepFigures(_Logged, RolloutFigures, total=False):
     """Means over the steps since the previous ``step`` event; None if unknown.
 
     With ``recovery.watchdog: false``, waiting is measured for Paceline's own collectives only, and
@@ -396,8 +360,6 @@ class StepFigures(RolloutFigures, total=False):
         sources: the figures of each source, if there are several.
         metrics: means of the task's metrics, such as ``rewards/margins``, if it has any.
         experts: the load of the experts and their auxiliary loss, if the model has any.
-
-    With ``task: grpo`` and ``rloo``, also the figures of the rollouts.
     """
 
     loss: float

@@ -9,7 +9,62 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
 
+#: The figures of rollouts that are one number.
+ROLLOUT_NUMBERS = (
+    "reward",
+    "reward_std",
+    "zero_std_groups",
+    "skipped_groups",
+    "completion_length",
+    "truncated",
+    "kl",
+    "entropy",
+    "clip_ratio",
+    "logprob_diff",
+    "rollout_s",
+    "reward_s",
+    "update_s",
+)
+
+
 # -- figures of events and of the report
+class RolloutFigures(TypedDict, total=False):
+    """Means over the steps since the previous ``step`` event; None if unknown.
+
+    Attributes:
+        reward: weighted sum of the rewards of a completion.
+        reward_std: standard deviation of the rewards of a group.
+        rewards: reward of each kind, over the completions to which it applies.
+        zero_std_groups: number of groups of a step whose rewards are all equal.
+        skipped_groups: number of groups that dynamic sampling has left out.
+        completion_length: number of tokens.
+        truncated: share of completions that reached the largest length.
+        rollout_s, reward_s, update_s: seconds to generate completions, to compute their rewards,
+            and of the rest of the step.
+        kl: divergence from the reference model, per token.
+        entropy: entropy of the distribution of a token, in nats.
+        clip_ratio: share of tokens (of completions, if there is a ratio for each) whose ratio of
+            probabilities is clipped.
+        logprob_diff: mean difference between the log-probabilities of tokens when they were drawn
+            and in training.
+    """
+
+    reward: float | None
+    reward_std: float | None
+    rewards: dict[str, float | None]
+    zero_std_groups: float | None
+    skipped_groups: float | None
+    completion_length: float | None
+    truncated: float | None
+    rollout_s: float | None
+    reward_s: float | None
+    update_s: float | None
+    kl: float
+    entropy: float
+    clip_ratio: float
+    logprob_diff: float
+
+
 class PackingFigures(TypedDict, total=False):
     """Packed rows: ``rows`` per epoch (of each source, if sources are mixed), ``capacity`` in
     tokens, and ``fill``, the share of the capacity that has tokens."""

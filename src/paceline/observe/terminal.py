@@ -79,6 +79,9 @@ class RunProgress:
         if self.step is not None:
             is_bad = formatting.number(loss) is not None and formatting.finite(loss) is None
             fields.append(("bold red" if is_bad else "bold", f"loss {formatting.loss(loss)}", 0))
+        reward = formatting.finite(step.get("reward"))
+        if reward is not None:
+            fields.append(("bold", f"reward {reward:.3f}", 0))
         if self.eval_loss is not None:
             fields.append(("dim", f"eval {formatting.loss(self.eval_loss)}", 7))
         if step.get("learning_rate") is not None:

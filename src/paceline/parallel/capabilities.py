@@ -6,11 +6,14 @@ from functools import reduce
 
 from paceline.config.metrics.evaluation import generated_metrics
 from paceline.config.schema import Config
+from paceline.config.schema.tasks import ROLLOUT_TASKS
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.balance import check_balance
 from paceline.parallel.gradient_compression import check_compression
-from paceline.parallel.limits.rollouts import check_rollouts
+
+#: Axes whose ranks hold parts of layers, of rows or of experts.
+_DIVIDED = ("tensor", "pipeline", "context", "expert")
 
 #: Returns the setting or mesh that a limit depends on, as text for a message, or None if the limit
 #: does not apply.
@@ -185,5 +188,40 @@ def check_generation(config: Config, dims: ParallelDims) -> None:
             allowed="`evaluation.metrics: [token_accuracy, perplexity]`",
             fix="remove these metrics, or set `parallel.mode: zero3` or `ddp`",
             names=", ".join(names),
+            reason=reason,
+        )
+
+
+def check_rollouts(mode: str, generates: bool, config: Config, dims: ParallelDims) -> None:
+    """Check the mesh of a task that generates completions.
+
+    Args:
+        generates: whether the strategy can generate.
+
+    Raises:
+        ConfigError: the ranks cannot generate, or would have unequal shares.
+    """
+    if config.task not in ROLLOUT_TASKS:
+        return
+    axis = next((name for name in _DIVIDED if getattr(dims, name) > 1), None)
+    subject, reason = "", None
+    if axis is not None:
+        subject = f"`parallel.{axis}: {getattr(dims, axis)}`"
+        reason = "each rank generates whole completions, with all layers"
+    elif not generates:
+        subject = f"`parallel.mode: {mode}`"
+        reason = "it is untested with weights that change between updates on other ranks"
+    elif config.parallel.balance != "equal" and dims.size > 1:
+        subject = "`parallel.balance`"
+        reason = "the time of a step is mostly the time to generate completions"
+    if reason is not None:
+        raise ConfigError(
+            "`task: {task}` is not supported with {subject}: {reason}",
+            code="rollouts-with-mode",
+            allowed="`parallel.mode: single`, `ddp`, `zero1`, `zero2`, `zero3`, or `hybrid` with"
+            " `data` and `shard`",
+            fix="set `parallel.mode: ddp` or `zero3`",
+            task=config.task,
+            subject=subject,
             reason=reason,
         )

@@ -68,3 +68,22 @@ class CommProfile:
     period: int = 1
     warmup: int = 0
     has_other_collectives: bool = False
+
+
+@dataclass(frozen=True)
+class RankLoss:
+    """A rank that was lost while the other ranks continue.
+
+    Args:
+        reason: reason why its process ended, such as ``was killed by SIGKILL``.
+        replica: number of its share of the global batch.
+        replicas: number of shares of the global batch before the loss.
+        steps_missed: number of recent steps whose updates do not include its share.
+    """
+
+    rank: int
+    pid: int
+    reason: str
+    replica: int
+    replicas: int
+    steps_missed: int

@@ -4,7 +4,7 @@ checkpointing and LoRA are not part of it."""
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ from paceline.core.user_code import import_user_module
 from paceline.distributed.communicator import Communicator
 from paceline.models.weights.load import deferred_conversion
 from paceline.parallel.capabilities import Capabilities
-from paceline.parallel.comm_profile import CommProfile, StrategyMetrics
+from paceline.parallel.comm_profile import CommProfile, RankLoss, StrategyMetrics
 from paceline.parallel.gradients import sum_over_ranks
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.optimizer_state import (
@@ -46,25 +46,6 @@ OptimizerStep = Callable[[torch.optim.Optimizer], bool]
 EvalFn = Callable[[nn.Module], dict[str, torch.Tensor]]
 #: Kinds of training state in a rank's memory.
 MemoryKind = Literal["parameters", "gradients", "optimizer"]
-
-
-@dataclass(frozen=True)
-class RankLoss:
-    """A rank that was lost while the other ranks continue.
-
-    Args:
-        reason: reason why its process ended, such as ``was killed by SIGKILL``.
-        replica: number of its share of the global batch.
-        replicas: number of shares of the global batch before the loss.
-        steps_missed: number of recent steps whose updates do not include its share.
-    """
-
-    rank: int
-    pid: int
-    reason: str
-    replica: int
-    replicas: int
-    steps_missed: int
 
 
 class Strategy(ABC):
@@ -302,6 +283,16 @@ class Strategy(ABC):
         if self.world.axes.context > 1 and self.computes_loss:
             sums = sum_over_ranks(sums, self.world.subgroup("context"))
         return sums if self.reports_loss else None
+
+    @property
+    def bytes_to_gather(self) -> int:
+        """Bytes of the weights that :meth:`gathered` gathers; 0 if each rank holds all weights."""
+        return 0
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return a context in which each rank holds all weights, so that forward passes without
+        gradients are not collectives. Entering it is a collective."""
+        return nullcontext()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

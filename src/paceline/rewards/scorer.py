@@ -25,8 +25,8 @@ _REPLACED = ("prompt", "completion")
 
 
 class RewardScorer:
-    """Computes rewards in processes that it starts once, each of which gets the completions of one
-    prompt at a time. Create it in the main thread of a process: the processes end with the thread
+    """Computes rewards in processes that it starts once. Each gets the completions of one prompt at
+    a time. Create it in the main thread of a process: the processes end with the thread
     that started them.
 
     Args:

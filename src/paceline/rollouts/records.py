@@ -181,7 +181,7 @@ def groups_of_records(
     """Return the groups of the lines of a file.
 
     Raises:
-        ValueError, KeyError, TypeError: the lines are not those of whole groups.
+        ValueError, KeyError, TypeError: the lines do not make whole groups.
     """
     return [
         _group_of(records[start : start + num_generations], names, num_generations)

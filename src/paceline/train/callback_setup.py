@@ -20,13 +20,13 @@ from paceline.train.callbacks.monitoring import (
     StepLogger,
 )
 from paceline.train.callbacks.profiler import StepProfiler
+from paceline.train.callbacks.rollouts import RolloutRecorder
 from paceline.train.callbacks.row_counts import RowCounter
 from paceline.train.callbacks.sampling import SampleGenerator
 from paceline.train.callbacks.selection import ModelSelection
 from paceline.train.callbacks.sources import SourceRecorder
 from paceline.train.callbacks.task_metrics import MetricRecorder
 from paceline.train.rollouts.pipeline import RolloutPipeline
-from paceline.train.rollouts.recorder import RolloutRecorder
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer

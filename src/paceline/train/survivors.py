@@ -16,7 +16,8 @@ from paceline.core.run_dir import RunDir, lock_run
 from paceline.core.texts import UserText
 from paceline.data.pipeline import DataPipeline
 from paceline.observe.console import Console
-from paceline.parallel.strategy import RankLoss, Strategy
+from paceline.parallel.comm_profile import RankLoss
+from paceline.parallel.strategy import Strategy
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import RankContext, TrainState
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from paceline.core import formatting
 from paceline.core.event_log import throughput
 from paceline.core.events import EvalEvent, StepEvent
-from paceline.core.report import Report
+from paceline.core.report import ROLLOUT_NUMBERS, Report
 from paceline.observe.loggers.base import flat
 
 
@@ -23,6 +23,11 @@ def step_scalars(step: StepEvent, global_batch_size: float | None) -> dict[str, 
         "time/comm_wait_s": step.get("comm_wait_s"),
     }
     scalars |= {f"train/{name}": value for name, value in (step.get("metrics") or {}).items()}
+    for name in ROLLOUT_NUMBERS:
+        group = "time" if name.endswith("_s") else "train"
+        scalars[f"{group}/{name}"] = step.get(name)  # type: ignore[assignment]
+    for name, value in (step.get("rewards") or {}).items():
+        scalars[f"train/rewards/{name}"] = value
     experts = step.get("experts")
     if experts is not None:
         scalars["experts/max_over_mean"] = experts["max_over_mean"]

@@ -312,6 +312,7 @@ def draw_plots(
         _memory_plot(steps),
         Plot("Gradient norm", "", grad_norm, from_zero=True, notes=norm_notes),
         *_expert_plots(steps),
+        *_rollout_plots(steps),
     ]
     markers: list[tuple[int, str]] = [
         (step, PageText("resumed at step {step}", step=f"{step:,}")) for step in resumed_from
@@ -408,6 +409,29 @@ def _expert_plots(steps: list[StepEvent]) -> list[Plot]:
     return [
         Plot("Load of the experts, maximum over mean", "", [Series("load", load, "c6")]),
         Plot("Auxiliary loss of the experts", "", [Series("auxiliary loss", loss, "c7")]),
+    ]
+
+
+def _rollout_plots(steps: list[StepEvent]) -> list[Plot]:
+    """Plot the figures of rollouts. A run that generates no completions has none."""
+    names = dict.fromkeys(name for step in steps for name in step.get("rewards") or {})
+    rewards = [Series("reward", _points(steps, "reward"), "c1")]
+    for number, name in enumerate(names if len(names) > 1 else ()):
+        values: list[Point] = [
+            (step["step"], formatting.finite((step.get("rewards") or {}).get(name)))
+            for step in steps
+        ]
+        rewards.append(Series(name, values, _RANK_COLOURS[(number + 1) % len(_RANK_COLOURS)]))
+    length = Series("completion length", _points(steps, "completion_length"), "c3")
+    entropy = Series("entropy", _points(steps, "entropy"), "c6")
+    divergence = Series("divergence", _points(steps, "kl"), "c7")
+    clipped = Series("clipped ratios", _points(steps, "clip_ratio"), "c5")
+    return [
+        Plot("Reward", "", rewards),
+        Plot("Completion length", "tokens", [length], from_zero=True),
+        Plot("Entropy of the tokens", "", [entropy], from_zero=True),
+        Plot("Divergence from the reference model", "", [divergence]),
+        Plot("Clipped ratios", "", [clipped], from_zero=True),
     ]
 
 

@@ -82,7 +82,7 @@ class FSDPStrategy(Strategy):
         return self.reported(result)
 
     @property
-    def gathered_bytes_to_generate(self) -> int:
+    def bytes_to_gather(self) -> int:
         return gathered_bytes(self.sharding)
 
     def gathered(self) -> AbstractContextManager[None]:

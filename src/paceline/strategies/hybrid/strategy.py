@@ -312,7 +312,7 @@ class HybridStrategy(BucketedStrategy):
         return self.tensor is None or name in self.tensor.cuts or self.tensor.group.is_rank_zero
 
     @property
-    def gathered_bytes_to_generate(self) -> int:
+    def bytes_to_gather(self) -> int:
         from paceline.strategies.fsdp.gather import gathered_bytes
 
         return 0 if self.sharding is None else gathered_bytes(self.sharding)

@@ -37,6 +37,7 @@ from paceline.models.recommend import (
     tables_without_values,
 )
 from paceline.parallel.buckets.gradients import GradientBuckets
+from paceline.parallel.comm_profile import RankLoss
 from paceline.parallel.gradients import changing_buffers, clip_factor
 from paceline.parallel.optimizer_state import entries_of, optimizer_tensors, read_entry
 from paceline.parallel.state import StateReader, TensorShard, persistent_buffers
@@ -45,7 +46,6 @@ from paceline.parallel.strategy import (
     MicroStep,
     OptimizerFactory,
     OptimizerStep,
-    RankLoss,
     Strategy,
 )
 from paceline.strategies.parameter_server.client import (

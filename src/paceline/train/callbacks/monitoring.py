@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from paceline.core.event_log import EventLog
-from paceline.core.events import RolloutFigures, StepEvent, StepFigures
+from paceline.core.events import StepEvent, StepFigures
 from paceline.core.log import log_notices
+from paceline.core.report import RolloutFigures
 from paceline.core.texts import UserText
 from paceline.data.order.base import Order
 from paceline.health.anomalies import AnomalyDetector
@@ -24,9 +25,9 @@ from paceline.observe.metrics import PendingFigures, StepMetrics, restart_peak
 from paceline.parallel.strategy import Strategy
 from paceline.train.callbacks.base import Callback
 from paceline.train.callbacks.experts import ExpertRecorder, PendingExperts
+from paceline.train.callbacks.rollouts import RolloutRecorder
 from paceline.train.callbacks.sources import SourceRecorder
 from paceline.train.callbacks.task_metrics import MetricRecorder
-from paceline.train.rollouts.recorder import RolloutRecorder
 from paceline.train.state import RankContext, StepResult, TrainState
 
 logger = logging.getLogger(__name__)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.data.loader_process import LoaderOptions
-from paceline.data.order.completions import CompletionOrder
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.distributed.timing.progress import PROGRESS
 from paceline.models.blocks import base_model
 from paceline.rollouts.sampling import Sampling
 from paceline.tasks.grpo.task import CompletionRows, GrpoTask
 from paceline.train.rollouts.generation import RolloutGenerator
+from paceline.train.rollouts.order import CompletionOrder
 from paceline.train.rollouts.pipeline import RolloutPipeline
 from paceline.train.rollouts.scoring import GroupScorer
 from paceline.train.run_spec import RunSpec
@@ -78,7 +78,7 @@ def build_rollout_pipeline(
 
 
 def _end_ids(task: GrpoTask, components: TrainComponents, folder: Path) -> frozenset[int]:
-    """Return the tokens that end a completion: those of the tokenizer, the chat template and the
+    """Return the tokens that end a completion, from the tokenizer, the chat template and the
     model's generation settings."""
     config = getattr(base_model(components.model), "generation_config", None)
     of_model = getattr(config, "eos_token_id", None)

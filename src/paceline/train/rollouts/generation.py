@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,19 +26,6 @@ logger = logging.getLogger(__name__)
 
 #: Share of the free memory that gathered weights may take; the rest is for keys and values.
 _MAX_SHARE = 0.7
-
-
-@runtime_checkable
-class HoldsShards(Protocol):
-    """A strategy whose ranks hold shards of the weights."""
-
-    @property
-    def gathered_bytes_to_generate(self) -> int:
-        """Bytes of all weights, gathered."""
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Return a context in which each rank holds all weights, so that its forward passes are not
-        collectives. Entering it is a collective."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +114,10 @@ class RolloutGenerator:
         with ExitStack() as stack:
             stack.enter_context(uncounted())
             agree = None
-            if isinstance(strategy, HoldsShards):
-                if self._can_gather(strategy):
-                    stack.enter_context(strategy.gathered())
-                else:
-                    agree = self._agree
+            if self._can_gather(strategy.bytes_to_gather):
+                stack.enter_context(strategy.gathered())
+            else:
+                agree = self._agree
             model.eval()
             stack.callback(model.train, was_training)
             stack.enter_context(torch.no_grad())
@@ -143,9 +128,11 @@ class RolloutGenerator:
                 # Releases the weights that were gathered for these forward passes.
                 strategy.evaluate(lambda model: {}, model)
 
-    def _can_gather(self, strategy: HoldsShards) -> bool:
-        """Return whether all ranks have the memory for all weights. A collective."""
-        needed = strategy.gathered_bytes_to_generate
+    def _can_gather(self, needed: int) -> bool:
+        """Return whether all ranks have the memory to gather weights of this size in bytes. A
+        collective."""
+        if not needed:
+            return True
         fits = needed <= _MAX_SHARE * self._free_bytes()
         (num_without,) = self.comm.sum(float(not fits))
         if num_without and not self._has_reported_layers:

@@ -30,7 +30,6 @@ from paceline.data.kinds.prompt import read_row
 from paceline.data.loader import MicroBatch
 from paceline.data.loader_process import LoaderOptions
 from paceline.data.order.base import split_by_length, split_even
-from paceline.data.order.completions import CompletionOrder
 from paceline.data.pipeline import DataPipeline
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.distributed.timing.progress import ProgressTracker
@@ -39,6 +38,7 @@ from paceline.rollouts.advantages import compute_advantages, have_equal_rewards,
 from paceline.rollouts.records import Rollout, RolloutGroup, read_groups, rollout_file
 from paceline.tasks.grpo.task import CompletionRows, CompletionSample, GrpoTask
 from paceline.train.rollouts.generation import PromptTokens, RolloutGenerator
+from paceline.train.rollouts.order import CompletionOrder
 from paceline.train.rollouts.reference import ReferenceWeights
 from paceline.train.rollouts.scoring import GroupScorer
 from paceline.train.state import TrainComponents

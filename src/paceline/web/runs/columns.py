@@ -25,7 +25,13 @@ SERIES = {
     "traffic_bytes": "bytes, of the busiest rank",
     "expert_load": "tokens of the busiest expert, by the mean of its layer",
     "aux_loss": "",
+    "reward": "",
+    "completion_length": "tokens",
+    "entropy": "nats",
+    "kl": "nats",
+    "clip_ratio": "",
 }
+_OF_ROLLOUTS = ("reward", "completion_length", "entropy", "kl", "clip_ratio")
 ROW = np.dtype(
     [
         ("offset", "i8"),
@@ -36,7 +42,7 @@ ROW = np.dtype(
     ]
 )
 _CHUNK_ROWS = 1 << 15
-#: 1,048,576 rows of 88 bytes: 88 MiB. Of a longer run, every second, fourth, … step is kept.
+#: 1,048,576 rows of 108 bytes: 108 MiB. Of a longer run, every second, fourth, … step is kept.
 MAX_ROWS = 1 << 20
 _MAX_STEP = 1 << 53
 _MAX_FLOAT = 10**300
@@ -163,6 +169,7 @@ def step_row(
         sent,
         _figure(experts.get("max_over_mean")),
         _figure(experts.get("aux_loss")),
+        *(_figure(event.get(name)) for name in _OF_ROLLOUTS),
     )
 
 

@@ -31,6 +31,11 @@ const METRICS = [
   { name: "traffic_bytes", color: "--s5", format: format.bytes, min: 0 },
   { name: "expert_load", color: "--s6", format: format.digits, min: 1 },
   { name: "aux_loss", color: "--s7", format: format.digits },
+  { name: "reward", color: "--s1", format: format.digits },
+  { name: "completion_length", color: "--s3", format: format.short, min: 0 },
+  { name: "entropy", color: "--s6", format: format.digits, min: 0 },
+  { name: "kl", color: "--s7", format: format.digits },
+  { name: "clip_ratio", color: "--s5", format: format.percent, min: 0 },
 ];
 const MARKS_SHOWN = 100;
 

@@ -16,6 +16,11 @@ export const SERIES_NAMES = [
   "traffic_bytes",
   "expert_load",
   "aux_loss",
+  "reward",
+  "completion_length",
+  "entropy",
+  "kl",
+  "clip_ratio",
 ];
 const POINTS = 1200;
 

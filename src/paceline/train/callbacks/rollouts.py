@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.core.events import RolloutFigures
+from paceline.core.report import RolloutFigures
 from paceline.rollouts.advantages import deviations, have_equal_rewards
 from paceline.rollouts.records import (
     FOLDER,
@@ -60,20 +60,20 @@ class RolloutRecorder(Callback):
 
     # -- checkpoints
     def state_dict(self) -> Mapping[str, JsonValue]:
-        state: dict[str, Any] = {}
-        if self.data.settings.dynamic_sampling:
-            state["drawn"] = self.data.num_drawn
+        is_dynamic = self.data.settings.dynamic_sampling
+        drawn = {"drawn": self.data.num_drawn} if is_dynamic else {}
         rollout = self.data.rollout
         if rollout is None or self.data.next_begins_rollout:
-            return state
-        return {
-            **state,
+            return drawn
+        stored: Any = {
+            **drawn,
             "step": rollout.step,
             "records": records_of(rollout, self.data.scorer.names),
             "old_logps": rollout.old_logps,
             "reference_logps": rollout.reference_logps,
             "skipped": rollout.num_skipped,
         }
+        return stored  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
         stored: Any = state
