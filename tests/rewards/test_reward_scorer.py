@@ -218,6 +218,43 @@ def test_failures_end_the_run(start: Start, body: str, code: str, named: str) ->
     assert ("own_rewards.py, line 2" in text) is (code == "reward-function-failed")
 
 
+def test_exit_is_noticed_while_a_forked_process_lives(start: Start) -> None:
+    scorer = start(
+        """
+import os, time
+def reward(completions, **kwargs):
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(5)
+"""
+    )
+    with raises_error(RunError, code="reward-process-ended", naming="exit code 5"):
+        scorer.score([group()], 1)
+
+
+def test_async_functions_share_an_event_loop(start: Start) -> None:
+    scorer = start(
+        """
+import asyncio
+loops = []
+async def reward(completions, **kwargs):
+    await asyncio.sleep(0)
+    loops.append(asyncio.get_running_loop())
+    return [loops[0] is loops[-1]] * len(completions)
+class Judge:
+    async def __call__(self, completions, **kwargs):
+        return [0.5] * len(completions)
+judge = Judge()
+def later(completions, **kwargs):
+    return judge(completions)
+""",
+        "reward",
+        "later",
+    )
+    for step in (1, 2):
+        assert scorer.score([group()], step).tolist() == [[[1.0, 0.5], [1.0, 0.5]]]
+
+
 def test_failure_of_one_group_names_its_row(start: Start) -> None:
     scorer = start(
         """

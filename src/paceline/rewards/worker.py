@@ -17,6 +17,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -102,7 +103,13 @@ def _call(reward: Reward, request: GroupRequest, count: int) -> object:
         completion_ids=request["completion_ids"],
         step=request["step"],
     )
-    return asyncio.run(_wait(returned)) if inspect.isawaitable(returned) else returned
+    return _loop().run(_wait(returned)) if inspect.isawaitable(returned) else returned
+
+
+@cache
+def _loop() -> asyncio.Runner:
+    """Return the event loop, which connections that a function keeps belong to."""
+    return asyncio.Runner()
 
 
 async def _wait(returned: Awaitable[object]) -> object:

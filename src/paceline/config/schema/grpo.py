@@ -358,6 +358,11 @@ class Grpo(Section):
         """Return the weight of the divergence: the one of the config, or the task's default."""
         return _BETAS[task] if self.beta is None else self.beta
 
+    def workers_per_rank(self, cores: int, ranks_on_host: int) -> int:
+        """Return the number of reward processes of a rank: the one of the config, or its share of
+        the cores of the host."""
+        return self.reward_workers or max(1, cores // ranks_on_host)
+
     def unused(self, task: str) -> list[str]:
         """Return the names of the settings that have been changed and that a task does not use."""
         return [
