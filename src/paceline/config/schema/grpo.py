@@ -6,7 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from paceline.config.schema.base import CombinationError, Section, Text
 from paceline.config.schema.tasks import ROLLOUT_TASKS
@@ -48,6 +56,11 @@ class RewardEntry(Section):
     pattern: Text | None = None
     max_length: int | None = None
     cache: int | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, JsonValue]:
+        values: dict[str, JsonValue] = serialize(self)
+        return {key: value for key, value in values.items() if value is not None}
 
     @property
     def answer_column(self) -> str | None:
