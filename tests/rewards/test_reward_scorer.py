@@ -218,6 +218,25 @@ def test_failures_end_the_run(start: Start, body: str, code: str, named: str) ->
     assert ("own_rewards.py, line 2" in text) is (code == "reward-function-failed")
 
 
+def test_functions_may_change_their_arguments(start: Start) -> None:
+    scorer = start(
+        """
+def first(completions, completion_ids, level, **kwargs):
+    values = [len(text) for text in completions]
+    completions.clear()
+    completion_ids[0].append(9)
+    level[0]["x"] = 5
+    return values
+def second(completions, completion_ids, level, **kwargs):
+    assert level == [{"x": 1}] * 2
+    return [len(text) + len(ids) for text, ids in zip(completions, completion_ids, strict=True)]
+""",
+        "first",
+        "second",
+    )
+    assert scorer.score([group(level={"x": 1})], 1).tolist() == [[[1.0, 2.0], [2.0, 4.0]]]
+
+
 def test_exit_is_noticed_while_a_forked_process_lives(start: Start) -> None:
     scorer = start(
         """

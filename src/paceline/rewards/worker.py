@@ -56,7 +56,7 @@ def main(fd: int) -> None:
         first = stream.readline()
         rewards = _set_up(json.loads(first), stream) if first else None
         while rewards is not None and (line := stream.readline()):
-            _answer(json.loads(line), rewards, stream)
+            _answer(line, rewards, stream)
 
 
 def _set_up(request: SetupRequest, stream: BinaryIO) -> list[Reward] | None:
@@ -76,10 +76,11 @@ def _set_up(request: SetupRequest, stream: BinaryIO) -> list[Reward] | None:
     return None if reply["error"] else rewards
 
 
-def _answer(request: GroupRequest, rewards: list[Reward], stream: BinaryIO) -> None:
+def _answer(line: bytes, rewards: list[Reward], stream: BinaryIO) -> None:
     """Send the values of each reward, up to the first one that has none."""
-    count = len(request["completions"])
     for reward in rewards:
+        request: GroupRequest = json.loads(line)  # a function may change what it gets
+        count = len(request["completions"])
         reply: RewardReply
         try:
             reply = {"values": check_values(_call(reward, request, count), count)}
