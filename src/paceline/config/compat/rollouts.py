@@ -31,7 +31,7 @@ class _RefusedRewards(TypedDict):
     names: str
 
 
-class _Tables(TypedDict):
+class _RolloutTables(TypedDict):
     """The content of ``rollouts.yaml``, where comments explain the fields."""
 
     keys: dict[str, str]
@@ -48,8 +48,8 @@ class _Tables(TypedDict):
 
 
 @cache
-def _tables() -> _Tables:
-    tables: _Tables = read_table("rollouts.yaml")
+def _tables() -> _RolloutTables:
+    tables: _RolloutTables = read_table("rollouts.yaml")
     return tables
 
 
@@ -81,7 +81,7 @@ class RolloutReader:
     def __init__(self, merge: Merge, task: str) -> None:
         self.merge, self.task = merge, task
         self.tables = _tables()
-        # The keys of which the rewards are made, by name.
+        # The keys that make up the rewards, by name.
         self.parts: dict[str, KeyBinding] = {}
 
     def read(self, chosen_by: KeyBinding | None = None) -> None:
