@@ -58,7 +58,7 @@ def group(number: int = 0, size: int = 2, **columns: object) -> CompletionGroup:
     )
 
 
-def test_functions_get_the_arguments_of_trl(start: Start) -> None:
+def test_functions_get_the_arguments_of_trl(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     scorer = start(
         """
 def reward(prompts, completions, completion_ids, answer, step, **kwargs):
@@ -74,6 +74,10 @@ def reward(prompts, completions, completion_ids, answer, step, **kwargs):
     rewards = scorer.score([group(3, **columns)], 7)
     assert rewards.dtype == np.float32
     assert rewards.tolist() == [[[8.0], [9.0]]]
+    scorer.score([group(3, **columns)], 7)
+    (record,) = caplog.records  # once
+    assert record.msg.code == "reward-column-replaced"
+    assert record.msg.values == {"name": "step"}
 
 
 def test_chats_are_passed_as_messages(start: Start) -> None:
@@ -167,7 +171,7 @@ def test_output_of_functions_goes_to_standard_error(
 import os, subprocess, sys
 print("imported")
 def reward(completions, **kwargs):
-    print("printed", flush=True)
+    print("printed", "\\ud800", flush=True)
     os.write(1, b"written\\n")
     subprocess.run([sys.executable, "-c", "print('by a program')"])
     assert sys.stdin.read() == ""
