@@ -322,7 +322,7 @@ def test_merges_mappings_and_sources(load: Load) -> None:
         (BASE + "packing: true\nsample_packing: false\n", ["line 3", "line 4", "disagree"]),
         (BASE + "val_size: 100.5\n", ["line 3", "val_size: 100.5"]),
         (BASE + "stage: ppo\n", ["line 3", "`stage: ppo`", "PPO", "task: sft"]),
-        (BASE + "rl: grpo\n", ["line 3", "`rl: grpo`", "GRPO"]),
+        (BASE + "rl: grpo\n", ["line 3", "`rl: grpo`", "rewards"]),
         (BASE + "task: grpo\n", ["line 3", "`task: grpo`", "rewards"]),
         (BASE + "task_type: token_cls\n", ["line 3", "token_cls"]),
         (BASE + "finetuning_type: oft\n", ["line 3", "oft", "full"]),

@@ -165,3 +165,8 @@ def test_batch_must_hold_whole_groups(size: int, nearest: str) -> None:
     with raises_error(ConfigError, code="batch-divides-groups") as caught:
         check_completions_per_batch(size, Grpo())
     assert caught.value.allowed == nearest
+
+
+def test_ranks_share_the_cores_for_rewards() -> None:
+    assert [Grpo().workers_per_rank(16, ranks) for ranks in (1, 8, 32)] == [16, 2, 1]
+    assert Grpo(reward_workers=3).workers_per_rank(16, 8) == 3

@@ -25,6 +25,9 @@ from paceline.rewards.group import text_of
         # What was cut off is no answer.
         (r"\boxed{42} and \boxed{\frac{1}{", "42"),
         ("<answer>4", "<answer>4"),
+        ("<answer>1<answer>42</answer>", "42"),
+        (r"{ \boxed{42} }} \boxed{", "42"),
+        (r"\boxed{a \boxed{42}}", "42"),
         ("", ""),
     ],
 )
@@ -79,6 +82,8 @@ def test_compares_numbers_as_numbers(answer: str, gold: str, is_same: bool) -> N
         ("A cat sat. I agree that Bears eat", None),
         (r"\boxed{Paris}", None),
         ("I'm not sure", None),
+        ("The answer is a number", None),
+        ("The answer is a.", "A"),
         ("", None),
     ],
 )
@@ -92,6 +97,21 @@ def test_finds_the_chosen_letter(text: str, letter: str | None) -> None:
 )
 def test_finds_the_letter_of_the_right_answer(gold: str, letter: str | None) -> None:
     assert letter_of(gold) == letter
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        r"\boxed{", "<answer>", "</answer>", "####", "#### ", "{", "}", "\\", r"\boxed ", "answer ",
+        "answer is ", "!", "A ", "A.", "(A", "\n", " ", "9", "9,", "$", "<answer>!", r"\boxed{!",
+    ],
+)  # fmt: skip
+def test_repeated_text_takes_linear_time(part: str) -> None:
+    # With quadratic time, this test would run for minutes.
+    text = part * (300_000 // len(part))
+    for end in ("", "7", r"}\boxed{!!7}", "</answer>"):
+        assert not is_same_answer(final_answer(text + end), "the right answer")
+        assert chosen_letter(text + end) in (None, "A")
 
 
 def chat(text: str) -> list[object]:

@@ -58,7 +58,7 @@ def group(number: int = 0, size: int = 2, **columns: object) -> CompletionGroup:
     )
 
 
-def test_functions_get_the_arguments_of_trl(start: Start) -> None:
+def test_functions_get_the_arguments_of_trl(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     scorer = start(
         """
 def reward(prompts, completions, completion_ids, answer, step, **kwargs):
@@ -74,6 +74,10 @@ def reward(prompts, completions, completion_ids, answer, step, **kwargs):
     rewards = scorer.score([group(3, **columns)], 7)
     assert rewards.dtype == np.float32
     assert rewards.tolist() == [[[8.0], [9.0]]]
+    scorer.score([group(3, **columns)], 7)
+    (record,) = caplog.records  # once
+    assert record.msg.code == "reward-column-replaced"
+    assert record.msg.values == {"name": "step"}
 
 
 def test_chats_are_passed_as_messages(start: Start) -> None:
@@ -167,7 +171,7 @@ def test_output_of_functions_goes_to_standard_error(
 import os, subprocess, sys
 print("imported")
 def reward(completions, **kwargs):
-    print("printed", flush=True)
+    print("printed", "\\ud800", flush=True)
     os.write(1, b"written\\n")
     subprocess.run([sys.executable, "-c", "print('by a program')"])
     assert sys.stdin.read() == ""
@@ -216,6 +220,62 @@ def test_failures_end_the_run(start: Start, body: str, code: str, named: str) ->
     assert "step 12" in text
     assert "data.jsonl, row 5" in text
     assert ("own_rewards.py, line 2" in text) is (code == "reward-function-failed")
+
+
+def test_functions_may_change_their_arguments(start: Start) -> None:
+    scorer = start(
+        """
+def first(completions, completion_ids, level, **kwargs):
+    values = [len(text) for text in completions]
+    completions.clear()
+    completion_ids[0].append(9)
+    level[0]["x"] = 5
+    return values
+def second(completions, completion_ids, level, **kwargs):
+    assert level == [{"x": 1}] * 2
+    return [len(text) + len(ids) for text, ids in zip(completions, completion_ids, strict=True)]
+""",
+        "first",
+        "second",
+    )
+    assert scorer.score([group(level={"x": 1})], 1).tolist() == [[[1.0, 2.0], [2.0, 4.0]]]
+
+
+def test_exit_is_noticed_while_a_forked_process_lives(start: Start) -> None:
+    scorer = start(
+        """
+import os, time
+def reward(completions, **kwargs):
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(5)
+"""
+    )
+    with raises_error(RunError, code="reward-process-ended", naming="exit code 5"):
+        scorer.score([group()], 1)
+
+
+def test_async_functions_share_an_event_loop(start: Start) -> None:
+    scorer = start(
+        """
+import asyncio
+loops = []
+async def reward(completions, **kwargs):
+    await asyncio.sleep(0)
+    loops.append(asyncio.get_running_loop())
+    return [loops[0] is loops[-1]] * len(completions)
+class Judge:
+    async def __call__(self, completions, **kwargs):
+        return [0.5] * len(completions)
+judge = Judge()
+def later(completions, **kwargs):
+    return judge(completions)
+""",
+        "reward",
+        "later",
+    )
+    for step in (1, 2):
+        assert scorer.score([group()], step).tolist() == [[[1.0, 0.5], [1.0, 0.5]]]
 
 
 def test_failure_of_one_group_names_its_row(start: Start) -> None:

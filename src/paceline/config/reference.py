@@ -24,6 +24,7 @@ from paceline.config.compat.keys import (
     task_of_method,
 )
 from paceline.config.compat.preference import description
+from paceline.config.compat.rollouts import description_with_rewards
 from paceline.config.entries import quoted_names, short
 from paceline.config.fields import CHINESE, KEYS, SECTIONS, chinese, describe
 from paceline.config.schema import Config
@@ -43,7 +44,7 @@ def markdown() -> str:
             ignored.setdefault(("by value", alias.meaning), []).append(key)
     refused: dict[tuple[str, ...], list[str]] = {}
     for key, (_, methods) in method_tables().keys.items():
-        if description(key) is None:
+        if _description(key) is None:
             refused.setdefault(methods, []).append(key)
     known = method_tables().methods.items()
     unsupported = {name: text for name, text in known if task_of_method(name) is None}
@@ -102,8 +103,17 @@ def _keys_of(letter: str) -> dict[str, tuple[str, str]]:
     for key, (tools, methods) in method_tables().keys.items():
         if letter in tools:
             refused = ("refused", f"a setting of {', '.join(methods)}")
-            rows[key] = description(key) or refused
+            rows[key] = _description(key) or refused
     return rows
+
+
+def _description(key: str) -> tuple[str, str] | None:
+    """Return (how it is read, reason) of a key that only some training methods read."""
+    read = [each for each in (description(key), description_with_rewards(key)) if each is not None]
+    targets = [each for each in read if each[0].startswith("`")]
+    if len(targets) < 2:
+        return next(iter([*targets, *read]), None)
+    return " or ".join(target for target, _ in targets), "; ".join(text for _, text in targets)
 
 
 def _environment() -> Environment:

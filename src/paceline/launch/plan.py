@@ -51,6 +51,7 @@ CHECKS: dict[Pass, tuple[Check, ...]] = {
         early.check_metric_settings,
         early.check_uploads,
         early.check_files,
+        early.check_rewards,
     ),
     devices.find_devices: (devices.check_ranks,),
     devices.resolve_offload: (devices.check_host,),

@@ -4,19 +4,25 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BOXED = re.compile(r"\\boxed\s*\{")
+_OPEN_TAG, _CLOSE_TAG = "<answer>", "</answer>"
+#: What opens and closes braces, in a single pass: a text may repeat it thousands of times.
+_BRACES = re.compile(r"(\\boxed\s*+\{)|\\.|([{}])", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 #: A number with commas between groups of three digits, or without.
 _NUMBER = re.compile(
     r"([+-]?)[$€£¥]?([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(e[+-]?\d{1,3})?", re.I
 )
 _MAX_DIGITS = 1000
-#: A letter at the start of an answer, possibly in parentheses or formatted.
-_LETTER = re.compile(r"\W*(?:\\?(?:text|textbf|mathrm|mathbf)\s*\{)?\W*([A-Za-z])(?![A-Za-z0-9'])")
+#: A letter at the start of an answer, possibly in parentheses or formatted. Possessive, because a
+#: text may be a long run of other characters.
+_LETTER = re.compile(
+    r"[\W_]*+(?:(?:text|textbf|mathrm|mathbf)\b[\W_]*+)?([A-Za-z])(?![A-Za-z0-9'])"
+)
+#: A small letter only at the end of a line: "the answer is a number" chooses nothing.
 _ANSWER_IS = re.compile(
-    r"\b(?:answer|option|choice)\b[ \t]*(?:is|:|=)[ \t:]*[*_(\[$\"'`]*([A-Z])(?![A-Za-z0-9'])",
-    re.IGNORECASE,
+    r"(?i:\b(?:answer|option|choice)\b[ \t]*+(?:is|:|=))[ \t:]*+[*_(\[$\"'`]*+"
+    r"([A-Z](?![A-Za-z0-9'])|[a-z](?=[)\].*_`\"']*+[ \t]*+$))",
+    re.MULTILINE,
 )
 #: A capital letter that stands alone on its line, begins it as an item, or ends it.
 _LONE_LETTER = re.compile(
@@ -34,25 +40,28 @@ def final_answer(text: str) -> str:
 
 
 def _marked(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the start of each marked answer and its content."""
-    for pattern in (_TAG, _HASHES):
-        for match in pattern.finditer(text):
-            yield match.start(), match[1]
-    for match in _BOXED.finditer(text):
-        end = _closing_brace(text, match.end())
-        if end is not None:
-            yield match.start(), text[match.end() : end]
+    """Yield the start of marked answers and their content, among them the last one of each kind."""
+    end = text.rfind(_CLOSE_TAG)
+    start = text.rfind(_OPEN_TAG, 0, end) if end >= 0 else -1
+    if start >= 0:
+        yield start, text[start + len(_OPEN_TAG) : end]
+    for match in _HASHES.finditer(text):
+        yield match.start(), match[1]
+    yield from _boxed(text)
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    """Return the position of the brace that closes the one before ``start``; None if it is
-    missing."""
-    depth = 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return match.start()
-    return None
+def _boxed(text: str) -> Iterator[tuple[int, str]]:
+    r"""Yield the start and the content of each ``\boxed{}`` whose brace is closed."""
+    opened: list[tuple[int, int] | None] = []
+    for match in _BRACES.finditer(text):
+        if match[1]:
+            opened.append((match.start(), match.end()))
+        elif match[2] == "{":
+            opened.append(None)
+        elif match[2] == "}" and opened:
+            box = opened.pop()
+            if box is not None:
+                yield box[0], text[box[1] : match.start()]
 
 
 def is_same_answer(answer: str, gold: str) -> bool:

@@ -133,7 +133,11 @@ def check_reward_model(entry: RewardEntry) -> None:
             "the reward model {folder} {problem}",
             code="reward-model-missing",
             allowed="the folder of a model that `task: reward` has trained",
-            fix="merge the adapter first: paceline export" if is_adapter else "check the path",
+            fix=(
+                "merge the adapter first: paceline export RUN --merge"
+                if is_adapter
+                else "check the path; download a model of a hub first"
+            ),
             folder=entry.model,
             problem=(
                 "is an adapter without its base model" if is_adapter else "has no valid config.json"

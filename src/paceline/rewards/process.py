@@ -99,10 +99,10 @@ class RewardProcess:
             time.sleep(_WHERE_S)
 
     def kill(self) -> None:
-        """End the process, and programs that its functions have started."""
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        """End the process, and programs that its functions have started, also if it has ended
+        before them."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.socket.close()
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.config.schema.grpo import Grpo, RewardEntry, reward_labels
 from paceline.core.errors import RunError
+from paceline.core.processes import exit_text
 from paceline.core.texts import UserText
 from paceline.rewards.failures import describe_exit, describe_hang, describe_problem
 from paceline.rewards.functions import ARGUMENTS
@@ -20,6 +21,7 @@ from paceline.rewards.protocol import GroupRequest, RewardReply
 logger = logging.getLogger(__name__)
 #: Imports of the user's files may take long.
 _START_S = 300.0
+_POLL_S = 1.0
 #: Columns that the arguments of a reward function replace, as in TRL.
 _REPLACED = ("prompt", "completion")
 
@@ -123,7 +125,9 @@ class RewardScorer:
                 busy = [each for each in self._processes if each.index is not None]
                 earliest = min(busy, key=lambda each: each.deadline)
                 wait_s = earliest.deadline - time.monotonic()
-                events = selector.select(max(0.0, wait_s))
+                events = selector.select(max(0.0, min(wait_s, _POLL_S)))
+                if not events:
+                    self._check_alive(busy, groups, step)
                 if not events and wait_s <= 0:
                     raise self._hang(earliest, groups, step)
                 for key, _ in events:
@@ -165,6 +169,17 @@ class RewardScorer:
                 raise describe_problem(entry, group, step, reply["problem"])
             process.replies.append(reply)
             process.deadline = time.monotonic() + self.settings.reward_timeout_s
+
+    def _check_alive(
+        self, busy: list[RewardProcess], groups: Sequence[CompletionGroup], step: int
+    ) -> None:
+        """Raise an error if a process has ended. Its socket does not tell while a process that it
+        has forked holds a copy."""
+        for process in busy:
+            code = process.process.poll()
+            if code is not None:
+                end = EOFError(exit_text(code))
+                raise describe_exit(self._entry(process), self._group(process, groups), step, end)
 
     def _hang(
         self, process: RewardProcess, groups: Sequence[CompletionGroup], step: int

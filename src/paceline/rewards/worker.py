@@ -17,6 +17,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -43,7 +44,8 @@ def main(fd: int) -> None:
     """Answer requests until the rank closes its end of the socket."""
     end_with_parent()
     os.dup2(2, 1)  # what functions print must not be lost or mix with other output
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # A completion may have characters that cannot be encoded.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     for number in (signal.SIGINT, signal.SIGTERM):
         # The rank finishes its step when the run is stopped, and ends this process. A handler,
         # unlike SIG_IGN, is not inherited by programs that a function starts.
@@ -55,7 +57,7 @@ def main(fd: int) -> None:
         first = stream.readline()
         rewards = _set_up(json.loads(first), stream) if first else None
         while rewards is not None and (line := stream.readline()):
-            _answer(json.loads(line), rewards, stream)
+            _answer(line, rewards, stream)
 
 
 def _set_up(request: SetupRequest, stream: BinaryIO) -> list[Reward] | None:
@@ -75,10 +77,11 @@ def _set_up(request: SetupRequest, stream: BinaryIO) -> list[Reward] | None:
     return None if reply["error"] else rewards
 
 
-def _answer(request: GroupRequest, rewards: list[Reward], stream: BinaryIO) -> None:
+def _answer(line: bytes, rewards: list[Reward], stream: BinaryIO) -> None:
     """Send the values of each reward, up to the first one that has none."""
-    count = len(request["completions"])
     for reward in rewards:
+        request: GroupRequest = json.loads(line)  # a function may change what it gets
+        count = len(request["completions"])
         reply: RewardReply
         try:
             reply = {"values": check_values(_call(reward, request, count), count)}
@@ -102,7 +105,13 @@ def _call(reward: Reward, request: GroupRequest, count: int) -> object:
         completion_ids=request["completion_ids"],
         step=request["step"],
     )
-    return asyncio.run(_wait(returned)) if inspect.isawaitable(returned) else returned
+    return _loop().run(_wait(returned)) if inspect.isawaitable(returned) else returned
+
+
+@cache
+def _loop() -> asyncio.Runner:
+    """Return the event loop, which connections that a function keeps belong to."""
+    return asyncio.Runner()
 
 
 async def _wait(returned: Awaitable[object]) -> object:

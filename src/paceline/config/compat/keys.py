@@ -253,7 +253,9 @@ def named_method(key: str, value: Any) -> str | None:
 
 def task_of_method(method: str) -> str | None:
     """Return Paceline's task that trains with a method of ``methods.yaml``, or None."""
-    tasks: dict[str, dict[str, str]] = read_table("preference.yaml")["tasks"]
+    tasks: dict[str, dict[str, str]] = {}
+    for name in ("preference.yaml", "rollouts.yaml"):
+        tasks |= read_table(name)["tasks"]
     return tasks[method]["task"] if method in tasks else None
 
 

@@ -1,4 +1,5 @@
-"""Read configs of other tools for preference training: which task they request, and their keys.
+"""Read configs of other tools for preference training and reinforcement learning: which task they
+request, and the keys of preference training.
 
 Most configs of TRL do not name their method, because the script that reads them chooses the
 trainer. The method is then the only one that has most of the keys.
@@ -11,10 +12,11 @@ from typing import Any, TypedDict
 
 from paceline.config.compat.binding import KeyBinding, likely_methods
 from paceline.config.compat.conversion import is_off, read_table
-from paceline.config.compat.keys import DATA_KEYS, named_method
+from paceline.config.compat.keys import DATA_KEYS, named_method, task_of_method
 from paceline.config.compat.merge import Merge
+from paceline.config.compat.rollouts import RolloutReader
 from paceline.config.entries import Notice, Problem, short
-from paceline.config.schema.tasks import ANSWER_TASKS
+from paceline.config.schema.tasks import ANSWER_TASKS, ROLLOUT_TASKS
 from paceline.config.settings import Assignment
 from paceline.config.yaml_read import YamlValue
 from paceline.core.texts import UserText
@@ -56,11 +58,11 @@ def _tables() -> _Tables:
     return tables
 
 
-def read_preferences(merge: Merge) -> None:
-    """Choose the task of a config with keys of preference training, and convert these keys. Called
-    before precedence is resolved. Does nothing if the config requests another task, a method that
-    is not supported, or none of several methods that have the same keys: names of runs and folders
-    are not read."""
+def read_methods(merge: Merge) -> None:
+    """Choose the task of a config with keys of preference training or of reinforcement learning,
+    and convert these keys. Called before precedence is resolved. Does nothing if the config
+    requests another task, a method that is not supported, or none of several methods that have the
+    same keys: names of runs and folders are not read."""
     naming = [binding for binding in merge.methods if _name(binding) is not None]
     task = max(
         (assigned for assigned in merge.assigned if assigned.target == "task"),
@@ -71,18 +73,22 @@ def read_preferences(merge: Merge) -> None:
         task is None or max(binding.entry.layer for binding in naming) >= task.entry.layer
     ):
         methods = {str(_name(binding)) for binding in naming}
-        if methods <= _tables()["tasks"].keys():
-            _PreferenceReader(merge, _task_of(merge, methods)).read()
+        if all(map(task_of_method, methods)):
+            _reader(merge, _task_of(merge, methods)).read()
     elif task is not None:
-        if task.value in ANSWER_TASKS:
-            _PreferenceReader(merge, task.value).read()
+        if task.value in (*ANSWER_TASKS, *ROLLOUT_TASKS):
+            _reader(merge, task.value).read()
     elif merge.methods:
         methods = set(likely_methods(merge.methods))
-        if len(methods) == 1 and methods <= _tables()["tasks"].keys():
-            first, (method,) = merge.methods[0], methods
-            task_name = _tables()["tasks"][method]["task"]
+        task_name = task_of_method(min(methods)) if len(methods) == 1 else None
+        if task_name is not None:
+            first = merge.methods[0]
             merge.assigned.append(Assignment("task", task_name, first.entry, weak=True))
-            _PreferenceReader(merge, task_name).read(chosen_by=first)
+            _reader(merge, task_name).read(chosen_by=first)
+
+
+def _reader(merge: Merge, task: str) -> "_PreferenceReader | RolloutReader":
+    return (RolloutReader if task in ROLLOUT_TASKS else _PreferenceReader)(merge, task)
 
 
 def _name(binding: KeyBinding) -> str | None:
@@ -97,7 +103,7 @@ def _task_of(merge: Merge, methods: set[str]) -> str:
             value = str(binding.entry.value)
             if value in ("orpo", "simpo"):
                 return value
-    return str(_tables()["tasks"][sorted(methods)[0]]["task"])
+    return str(task_of_method(min(methods)))
 
 
 def description(key: str) -> tuple[str, str] | None:

@@ -116,6 +116,8 @@ def _set_field(merge: Merge, by: Assignment, name: str) -> Notice:
         if by.value == "text":
             return "info", "is the default"
         fields = {"columns": {"text": by.value}, "format": "text"}
+    elif name == "prompt":
+        fields = {"columns": {"prompt": by.value}}
     layer = merge.layer_of("dataset")
     replaces = layer is not None and layer < by.entry.layer
     if not _change_sources(merge, by, partial(with_fields, fields=fields, replaces=replaces)):
@@ -227,6 +229,7 @@ ACTIONS: dict[str, Action] = {
     "_test_split": _test_split,
     "_split": partial(_set_field, name="split"),
     "_text_field": partial(_set_field, name="text"),
+    "_prompt_field": partial(_set_field, name="prompt"),
     "_max_samples": _max_samples,
     "_interleave_probs": _interleave_probs,
     "_shares": _shares,

@@ -10,7 +10,7 @@ from paceline.config.compat.merge import Merge
 from paceline.config.compat.parallel.deepspeed import report_overridden_json
 from paceline.config.compat.parallel.deepspeed_json import interpret, looks_like_deepspeed
 from paceline.config.compat.parallel.strategy import expand
-from paceline.config.compat.preference import read_preferences
+from paceline.config.compat.preference import read_methods
 from paceline.config.entries import EntryCollector, Problem, short
 from paceline.config.messages import config_error
 from paceline.config.settings import RESET, Settings
@@ -47,7 +47,7 @@ def translate(
     for binding in bindings:
         merge.add_binding(binding)
     expand(merge, None if file is None else file.parent)
-    read_preferences(merge)
+    read_methods(merge)
     merge.resolve_precedence()
     unsupported = merge.unsupported_methods()
     if unsupported:  # Other errors in such a config would only distract from this one.

@@ -6,7 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from paceline.config.schema.base import CombinationError, Section, Text
 from paceline.config.schema.tasks import ROLLOUT_TASKS
@@ -48,6 +56,11 @@ class RewardEntry(Section):
     pattern: Text | None = None
     max_length: int | None = None
     cache: int | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, JsonValue]:
+        values: dict[str, JsonValue] = serialize(self)
+        return {key: value for key, value in values.items() if value is not None}
 
     @property
     def answer_column(self) -> str | None:
@@ -357,6 +370,11 @@ class Grpo(Section):
     def beta_of(self, task: str) -> float:
         """Return the weight of the divergence: the one of the config, or the task's default."""
         return _BETAS[task] if self.beta is None else self.beta
+
+    def workers_per_rank(self, cores: int, ranks_on_host: int) -> int:
+        """Return the number of reward processes of a rank: the one of the config, or its share of
+        the cores of the host."""
+        return self.reward_workers or max(1, cores // ranks_on_host)
 
     def unused(self, task: str) -> list[str]:
         """Return the names of the settings that have been changed and that a task does not use."""

@@ -60,14 +60,6 @@ def check_user_callbacks(draft: Draft) -> None:
         check_callbacks(draft.config)
 
 
-def check_rewards(draft: Draft) -> None:
-    """Check that the functions, packages and models of the rewards exist."""
-    if draft.config.rewards:
-        from paceline.rewards.functions import check_reward_sources  # not needed by most runs
-
-        check_reward_sources(draft.config)
-
-
 def check_model_if_dry(draft: Draft) -> Iterable[Notice] | None:
     """Build the model without weights in a dry run. The ranks do it otherwise, and a process in the
     background while the data are read."""
@@ -97,7 +89,6 @@ BEFORE_READING = (
     check_stored_config,
     check_task,
     check_user_callbacks,
-    check_rewards,
     check_model_if_dry,
     check_schedule,
 )

@@ -96,3 +96,11 @@ def check_files(draft: Draft) -> None:
     import it anyway, and report together what is missing on their hosts."""
     if draft.outer is None:
         check_inputs(draft.config)
+
+
+def check_rewards(draft: Draft) -> None:
+    """Check that the functions, packages and models of the rewards exist."""
+    if draft.config.rewards:
+        from paceline.rewards.functions import check_reward_sources  # not needed by most runs
+
+        check_reward_sources(draft.config)
