@@ -20,11 +20,7 @@ _PARSE_S, _VERIFY_S = 10, 5
 
 class MathReward:
     """1 for a completion whose answer equals the right one as an expression, otherwise 0; None if
-<<<<<<< HEAD
-    the right answer is not an expression. The result is the same as of TRL's ``accuracy_reward``.
-=======
     the right answer is not an expression, as TRL's ``accuracy_reward``.
->>>>>>> part-rewards
 
     A completion that takes too long, such as a power of powers, has a wrong answer.
 

@@ -44,8 +44,9 @@ def main(fd: int) -> None:
     """Answer requests until the rank closes its end of the socket."""
     end_with_parent()
     os.dup2(2, 1)  # what functions print must not be lost or mix with other output
-    # A completion may have characters that cannot be encoded.
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    # A completion may have characters that cannot be encoded. The stream is a new one, because the
+    # earlier one may have been a file, and would seek in it.
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     for number in (signal.SIGINT, signal.SIGTERM):
         # The rank finishes its step when the run is stopped, and ends this process. A handler,
         # unlike SIG_IGN, is not inherited by programs that a function starts.
