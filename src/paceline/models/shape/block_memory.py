@@ -66,7 +66,10 @@ class BlockMemory:
         casts = self.autocasts and (self.stream != self.low or dims.layer_norms)
         if casts and not self.is_split:
             copies = 1 if dims.fused_qkv else 3
-            copies += 2 if dims.gated and not dims.fused_gate else 1
+            if dims.experts > 1:
+                copies += 3 if dims.shared_feed_forward else 1  # of the router, and shared experts
+            else:
+                copies += 2 if dims.gated and not dims.fused_gate else 1
         return self.low * dims.hidden * copies
 
     def _query_norms(self) -> int:
@@ -100,11 +103,11 @@ class BlockMemory:
         return states + dims.heads * row * score + self._query_norms()
 
     def mlp(self) -> int:
-        """Return what the MLP saves. With a gate: both projections, the activation of the gate, and
+        """Return what the MLP saves, in a mixture the experts that process every token. With a gate: both projections, the activation of the gate, and
         the product, if the down projection is trained. Liger's kernel computes the activation
         again."""
         dims = self.dims
-        wide = dims.feed_forward * dims.experts_per_token
+        wide = dims.shared_feed_forward if dims.experts > 1 else dims.feed_forward
         product = 0 if self.frozen else self.low * wide
         if dims.gated:
             return self.low * wide * (2 if self.liger else 3) + product
@@ -129,7 +132,8 @@ class BlockMemory:
         softmax and of its argument in float32, if they need more. What the MLP saved, and the
         copy of the softmax, are freed before.
         """
-        wide = self.dims.feed_forward * self.dims.experts_per_token
+        dims = self.dims
+        wide = dims.shared_feed_forward if dims.experts > 1 else dims.feed_forward
         inner = 2 * self.low
         if self.dims.composed_activation:
             inner = 3 * (FLOAT32_BYTES if self.autocasts else self.low)
@@ -159,7 +163,9 @@ def block_sizes(
 def _products(dims: LanguageDims, config: Config, low: int) -> float:
     """Return the bytes per token of the results of matrix products and attention of a layer. Of
     an adapter, the first product is stored; the second is cheap."""
-    wide = dims.feed_forward * dims.experts_per_token * (2 if dims.gated else 1)
+    wide = (2 if dims.gated else 1) * (  # grouped products of experts are repeated
+        dims.feed_forward if dims.experts == 1 else dims.shared_feed_forward
+    )
     outputs = 2 * dims.queries + 2 * dims.keys + wide + 2 * dims.hidden
     adapters = config.lora.rank * len(adapted_layers(dims, config)) if config.lora.enable else 0
     return low * (outputs + adapters) + FLOAT32_BYTES * dims.heads

@@ -27,6 +27,13 @@ _FUSED_QKV = {
 _UNROTATED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt", "xglm", "biogpt"}
 #: Model types with one linear layer for the gate and the up projection.
 _FUSED_GATE = {"phi3", "glm"}
+#: Model types whose routers return the weights of a token's experts in the dtype of their linear
+#: layer; the others return float32.
+_LOW_ROUTING = {
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "gpt_oss", "hunyuan_v1_moe",
+}  # fmt: skip
+#: Model types whose experts clamp the gate and the up projection.
+_CLAMPED_GATE = {"gpt_oss"}
 #: Activation functions that transformers computes in several operations.
 _COMPOSED = ("gelu_new", "gelu_fast", "gelu_accurate")
 
@@ -41,6 +48,9 @@ class LanguageDims:
         feed_forward: inner width of the MLP, or of one expert.
         experts, experts_per_token: number of experts, and of those that process a token; 1 and 1 in
             a dense model.
+        shared_feed_forward: inner width of the experts that process every token, or 0.
+        float32_routing: whether the weights of a token's experts are in float32.
+        clamped_gate: whether experts clamp the gate and the up projection.
         gated: whether the MLP has a gate in addition to its up projection.
         tied: whether the output head shares its weight with the token embedding.
         positions: number of learned position embeddings, or 0.
@@ -68,6 +78,9 @@ class LanguageDims:
     tied: bool = False
     experts: int = 1
     experts_per_token: int = 1
+    shared_feed_forward: int = 0
+    float32_routing: bool = True
+    clamped_gate: bool = False
     positions: int = 0
     normed_queries: bool = False
     norms: int = 2
@@ -121,6 +134,7 @@ class LanguageDims:
             queries=self.queries // ranks,
             keys=self.keys // ranks,
             feed_forward=self.feed_forward // ranks,
+            shared_feed_forward=self.shared_feed_forward // ranks,
         )
 
     @property
@@ -151,6 +165,10 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
     size = number("head_dim") or hidden // heads or 1
     experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
     inner = number("intermediate_size", "n_inner", "ffn_dim", "inner_dim") or 4 * hidden
+    narrow = number("moe_intermediate_size") or inner
+    shared = number("shared_expert_intermediate_size") or (
+        narrow * (number("n_shared_experts", "moe_num_shared_experts") or 0)
+    )
     tied = config.get("tie_word_embeddings")
     return LanguageDims(
         hidden=hidden,
@@ -159,12 +177,15 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
         key_heads=key_heads,
         queries=heads * size,
         keys=key_heads * size,
-        feed_forward=(number("moe_intermediate_size") or inner) if experts > 1 else inner,
+        feed_forward=narrow if experts > 1 else inner,
         vocabulary=vocabulary,
         gated=kind not in _UNGATED,
         tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
         experts=experts,
         experts_per_token=number("num_experts_per_tok", "num_experts_per_token") or 1,
+        shared_feed_forward=shared if experts > 1 else 0,
+        float32_routing=kind not in _LOW_ROUTING,
+        clamped_gate=kind in _CLAMPED_GATE,
         positions=(
             (number("n_positions", "max_position_embeddings") or 0)
             if kind in ("gpt2", "opt")

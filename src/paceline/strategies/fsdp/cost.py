@@ -105,6 +105,7 @@ class _Unit:
         message: the gradients as they are reduce-scattered.
         shards: a rank's parts of the reduced gradients.
         largest: bytes of the parameter with the largest gradient.
+        fused, smallest_fused: bytes of all gradients of fused experts, and of the smallest one.
     """
 
     weights: int = 0
@@ -112,6 +113,8 @@ class _Unit:
     message: int = 0
     shards: int = 0
     largest: int = 0
+    fused: int = 0
+    smallest_fused: int = 0
 
 
 @dataclass
@@ -176,10 +179,29 @@ def _sum_up(
                     if axes.data == 1
                     else tensor.element_bytes
                 )
-                unit.largest = max(unit.largest, padded * low_bytes)
+                size_bytes = padded * low_bytes
+                unit.largest = max(unit.largest, size_bytes)
+                if len(tensor.shape) == 3:
+                    unit.smallest_fused = min(unit.smallest_fused or size_bytes, size_bytes)
+                    unit.fused += size_bytes
             else:
                 result.scalars += tensor.size_bytes
     return result
+
+
+@dataclass(frozen=True)
+class DividedExperts:
+    """Experts that ranks divide: units inside of the blocks, which fewer ranks share.
+
+    Args:
+        shape: the experts that a rank of the group has.
+        copies: number of ranks with the same experts, over which they are sharded.
+        backward: names of the parameters that a backward gathers.
+    """
+
+    shape: ModelShape
+    copies: int
+    backward: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -188,6 +210,8 @@ class _Timeline:
 
     Args:
         embedding, head: empty if the root has their weights.
+        experts: the experts of each block, if they are units of their own because other ranks share
+            them; else empty.
         saved: bytes that each block saves for backward.
         reshards: whether the weights of blocks and embedding are freed after forward (stage 3).
         ends_tied: whether the embedding and the head share a weight.
@@ -197,6 +221,7 @@ class _Timeline:
     embedding: _Unit
     blocks: Sequence[_Unit]
     head: _Unit
+    experts: Sequence[_Unit]
     saved: Sequence[int]
     work: Workload
     num_shards: int
@@ -234,7 +259,10 @@ class _Timeline:
             root + (embedding or root) + 2 * first.weights + (0 if self.reshards else embedding),
             # The weights of the last block are copied out.
             in_block + before.weights - (self.saved[-1] if self.saved else 0),
-            in_block + activations.temporary,
+            # The message of the experts replaces the message of the block.
+            in_block - last.weights + 2 * self.experts[-1].weights + activations.in_forward
+            if self.experts
+            else in_block + (activations.in_forward or activations.temporary),
             # The weights of the head are copied out.
             with_message + 2 * head + saved,
             at_end + (head or last.weights) + activations.loss.in_model,
@@ -275,8 +303,21 @@ class _Timeline:
                 weights += block.weights + self._prefetched(number)
             present = shards + weights + of_head + message
             # Backward computes the gradient of the largest matrix first.
-            computing = activations.recomputed + activations.temporary + block.largest
-            moments.append(present + saved + computing)
+            computing = activations.of_block(block.largest, block.smallest_fused, block.fused)
+            if self.experts:
+                experts = self.experts[number]
+                computing = experts.weights + activations.of_block(
+                    block.largest, experts.smallest_fused, experts.fused
+                )
+                # The experts are gathered, and their gradients are complete.
+                moments.append(present + saved + 2 * experts.weights)
+                rest = saved - self.saved[number]
+                moments.append(present + rest + experts.gradients + experts.weights)
+                moments.append(present + rest + experts.gradients + experts.message - message)
+            moments.append(present + saved + activations.recomputed + computing)
+            if self.experts:
+                present += self.experts[number].message - message
+                shards += 0 if accumulates else self.experts[number].shards
             saved -= self.saved[number]
             moments.append(present + saved + block.gradients)
             message = block.message
@@ -334,8 +375,17 @@ class _Timeline:
         return gathered + self.embedding.weights + sum(block.weights for block in self.blocks)
 
     def _all_shards(self) -> int:
-        units = (self.root, self.embedding, self.head, *self.blocks)
+        units = (self.root, self.embedding, self.head, *self.blocks, *self.experts)
         return sum(unit.shards for unit in units)
+
+
+def _expert_units(experts: DividedExperts, config: Config) -> dict[str, _Unit]:
+    """Return the experts of each block."""
+    axes = ParallelDims(shard=experts.copies)
+    units = _sum_up(experts.shape, axes, config, True, experts.backward).units
+    if config.parallel.state_offload != "all":
+        return units
+    return {name: replace(unit, shards=0) for name, unit in units.items()}
 
 
 def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
@@ -349,14 +399,16 @@ def estimate_zero3(
     work: Workload,
     config: Config,
     backward: frozenset[str] | None = None,
+    experts: DividedExperts | None = None,
 ) -> Cost:
     """Estimate the cost of ZeRO stage 3; see :func:`_estimate`.
 
     Args:
         backward: names of the parameters of the blocks and of the embedding that a backward
             gathers, if ``shape`` is only a part of the model.
+        experts: the experts, if ``shape`` is the model without them.
     """
-    return _estimate(shape, axes, work, config, reshard_after_forward=True, backward=backward)
+    return _estimate(shape, axes, work, config, True, backward, experts)
 
 
 def _estimate(
@@ -366,6 +418,7 @@ def _estimate(
     config: Config,
     reshard_after_forward: bool,
     backward: frozenset[str] | None = None,
+    experts: DividedExperts | None = None,
 ) -> Cost:
     """Estimate the cost of sharded training, with the padding of each parameter's shards.
 
@@ -418,6 +471,7 @@ def _estimate(
     }
     if on_host:
         units = {name: replace(unit, shards=0) for name, unit in units.items()}
+    of_experts = {} if experts is None else _expert_units(experts, config)
     present = shape.memoize("units with parameters", lambda: set(unit_of.values()))
     blocks = [
         (units[name], size)
@@ -429,6 +483,9 @@ def _estimate(
         units[shape.embedding] if shape.embedding else _Unit(),
         [unit for unit, _ in blocks],
         units[_HEAD],
+        [of_experts.get(name, _Unit()) for name in shape.blocks if name in present]
+        if of_experts
+        else [],
         [size for _, size in blocks],
         work,
         axes.shard,
@@ -438,6 +495,7 @@ def _estimate(
     peak = timeline.peak_bytes()
     local_gradients = 0 if on_host else gradients
     counted = local_gradients + (0 if reshard_after_forward else gathered)
+    counted += sum(unit.shards for unit in of_experts.values())  # part of the cost of the experts
     return Cost(
         parameters=(0 if on_host else sharded_weights) + full_weights + shape.buffer_bytes,
         gradients=local_gradients,
