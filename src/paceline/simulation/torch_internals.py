@@ -121,8 +121,8 @@ def allow_grouped_mm_of_all_dtypes() -> Callable[[], None]:
     return restore
 
 
-#: Operations of backward that a GPU computes in one kernel. A build of torch without kernels for CUDA
-#: computes them by several operations, whose results take memory.
+#: Operations of backward that a GPU computes in one kernel. A build of torch without kernels for
+#: CUDA computes them by several operations, whose results take memory.
 _SINGLE_KERNELS = ("silu_backward", "mish_backward")
 
 

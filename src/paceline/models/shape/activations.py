@@ -38,8 +38,8 @@ class TrainedMatrices:
 
     Args:
         blocks, largest: sizes of all blocks, and of their largest matrix.
-        largest_fused, smallest_fused: the largest and the smallest parameter of fused experts, which
-            autocast does not copy: the first and the second product.
+        largest_fused, smallest_fused: the largest and the smallest parameter of fused experts, of
+             the first and of the second product. Autocast does not copy them.
         num_blocks: number of blocks with trained matrices.
         head: values of the output head.
         tied: size of the weight that the head shares with the token embedding, else 0.
@@ -152,7 +152,7 @@ class Activations:
         temporary: what a block allocates and frees in its forward or backward pass; of a mixture,
             outside of the experts.
         experts: what the backward pass of a layer of experts needs; None in a dense model.
-        in_forward: what the forward pass of a layer of experts allocates and frees.
+        in_forward: what the forward pass of a block with experts allocates and frees.
         boundary: the hidden states that a block passes to the next.
         precision: precision of the trained matrices.
         offloads: whether the blocks' activations are in host memory between forward and backward,
@@ -384,6 +384,9 @@ def language_activations(
     has_experts = dims.experts > 1
     layer += rows.saved if has_experts else 0
     recomputes = args.recomputation != "none"
+    # Attention is computed before the experts have saved anything.
+    scores = 0.0 if fused_attention else block.scores_in_forward(row)
+    in_forward = max(rows.in_forward, scores - rows.saved)
     inputs = block.stream * dims.hidden / token_parts
     sizes = block_sizes(dims, config, layer + merged.saved / tokens, inputs, low)
     recomputed = layer * tokens + merged.saved if recomputes else 0.0
@@ -394,8 +397,10 @@ def language_activations(
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
         loss=_loss(dims, config, labels, low, low_weights, device_type, head_parts),
         temporary=temporary * tokens,
-        experts=rows.in_backward(tokens, recomputes, merged) if has_experts else None,
-        in_forward=rows.in_forward * tokens if has_experts else 0.0,
+        experts=rows.in_backward(tokens, merged, in_forward if recomputes else None)
+        if has_experts
+        else None,
+        in_forward=in_forward * tokens if has_experts else 0.0,
         boundary=block.stream * dims.hidden * tokens,
         precision=WeightPrecision(
             stored, 0 if stored == low else low, args.recomputed_share(dims.layers)

@@ -12,7 +12,9 @@ _UNGATED = {
     "starcoder2", "gpt_bigcode", "xglm", "biogpt", "nemotron",
 }  # fmt: skip
 #: Model types that apply a norm to queries and keys.
-_NORMED_QUERIES = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3"}
+_NORMED_QUERIES = {
+    "qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3", "olmoe", "flex_olmo",
+}  # fmt: skip
 #: Model types with torch's LayerNorm; the others have root-mean-square norms.
 _LAYER_NORMS = _UNGATED - {"nemotron"} | {"stablelm"}
 #: Model types whose norms multiply by their weight in float32.
@@ -34,6 +36,9 @@ _LOW_ROUTING = {
 }  # fmt: skip
 #: Model types whose experts clamp the gate and the up projection.
 _CLAMPED_GATE = {"gpt_oss"}
+#: Model types whose attention adds a learned score to each row, and computes the softmax in the
+#: dtype of the scores.
+_SINKS = {"gpt_oss"}
 #: Activation functions that transformers computes in several operations.
 _COMPOSED = ("gelu_new", "gelu_fast", "gelu_accurate")
 
@@ -62,6 +67,7 @@ class LanguageDims:
             linear layer.
         rotates: whether queries and keys are rotated by their position.
         composed_activation: whether the activation of the MLP is a chain of operations.
+        has_sinks: whether attention adds a learned score to each row.
         softcaps_scores, softcaps_logits: whether ``cap · tanh(x / cap)`` of attention scores (of
             the head's output) is computed.
     """
@@ -90,6 +96,7 @@ class LanguageDims:
     fused_gate: bool = False
     rotates: bool = True
     composed_activation: bool = False
+    has_sinks: bool = False
     softcaps_scores: bool = False
     softcaps_logits: bool = False
 
@@ -201,6 +208,7 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
         composed_activation=any(
             config.get(name) in _COMPOSED for name in ("hidden_act", "activation_function")
         ),
+        has_sinks=kind in _SINKS,
         softcaps_scores=bool(config.get("attn_logit_softcapping")),
         softcaps_logits=bool(config.get("final_logit_softcapping")),
     )

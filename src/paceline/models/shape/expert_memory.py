@@ -139,12 +139,15 @@ class ExpertRows:
         weights: the gradient of the weighted results, and its products with both."""
         return self.waiting + 2 * self._weighted
 
-    def in_backward(self, tokens: float, recomputes: bool, merged: MergedExperts) -> ExpertMoments:
+    def in_backward(
+        self, tokens: float, merged: MergedExperts, repeated: float | None
+    ) -> ExpertMoments:
         """Return what a backward pass of ``tokens`` tokens allocates.
 
         Args:
-            recomputes: whether backward repeats the forward pass of the layer.
             merged: what adapters of fused experts need.
+            repeated: bytes per token that the forward pass of the block allocates, if backward
+                repeats it.
         """
         first = (2 if self.dims.gated else 1) * self._inner  # the result of the first product
         inputs = self._hidden + self._inner if self.are_trained else 0
@@ -154,7 +157,7 @@ class ExpertRows:
         return ExpertMoments(
             saved=self.saved * tokens + merged.saved,
             weighting=tokens
-            * max(self.in_weighting, self.waiting + self.in_forward if recomputes else 0.0),
+            * max(self.in_weighting, 0.0 if repeated is None else self.waiting + repeated),
             down=tokens * self._inner + merged.gradient,
             gate=tokens * (self._inner - product + first) - merged.gradient,
             up=merged.first_gradient - merged.gradient - tokens * (product + between),
