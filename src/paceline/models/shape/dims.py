@@ -34,7 +34,7 @@ _FUSED_GATE = {"phi3", "glm"}
 _LOW_ROUTING = {
     "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "gpt_oss", "hunyuan_v1_moe",
 }  # fmt: skip
-#: Model types whose experts clamp the gate and the up projection.
+#: Model types whose experts have biases, and clamp the gate and the up projection.
 _CLAMPED_GATE = {"gpt_oss"}
 #: Model types whose attention adds a learned score to each row, and computes the softmax in the
 #: dtype of the scores.
@@ -55,7 +55,7 @@ class LanguageDims:
             a dense model.
         shared_feed_forward: inner width of the experts that process every token, or 0.
         float32_routing: whether the weights of a token's experts are in float32.
-        clamped_gate: whether experts clamp the gate and the up projection.
+        clamped_gate: whether experts have biases, and clamp the gate and the up projection.
         gated: whether the MLP has a gate in addition to its up projection.
         tied: whether the output head shares its weight with the token embedding.
         positions: number of learned position embeddings, or 0.

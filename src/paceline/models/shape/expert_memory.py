@@ -114,15 +114,17 @@ class ExpertRows:
         With an exchange, the rank that computes the rows has the rows that it received, their
         results with weight 1, the sums over one row each, which autocast computes in float32, and
         the same in the dtype of the rows. The rank of the tokens has the results in the order of
-        the experts, and the weighted ones.
+        the experts, and the weighted ones. Where experts have biases, the rank that computes the
+        rows has a bias for each.
         """
-        if not self.are_exchanged:
-            return 2 * self._weighted
         rows = self._hidden
+        biases = rows if self.dims.clamped_gate else 0
+        if not self.are_exchanged:
+            return 2 * self._weighted + biases
         in_experts = 2 * rows
         if self.autocasts and self.element_bytes < FLOAT32_BYTES:
             in_experts = 2 * rows + rows // self.element_bytes * FLOAT32_BYTES
-        return max(rows + in_experts, 2 * rows + self._weighted)
+        return max(rows + in_experts + biases, 2 * rows + self._weighted)
 
     @property
     def waiting(self) -> float:
