@@ -153,8 +153,8 @@ class BlockMemory:
         inner = 2 * self.low
         if self.dims.composed_activation:
             inner = 3 * (FLOAT32_BYTES if self.autocasts else self.low)
-        scores = 2 * self._softmax_bytes - self._copied_bytes
-        scores = self.dims.heads * row * scores - self.mlp()
+        score = 2 * self._softmax_bytes - self._copied_bytes
+        scores = self.dims.heads * row * score - self.mlp()
         return self.stream * self.dims.hidden + max(inner * wide, scores)
 
 

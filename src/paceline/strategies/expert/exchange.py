@@ -81,7 +81,7 @@ def compute_divided_experts(
     experts = experts.repeat_interleave(received.reshape(-1), output_size=sum(received_sizes))
     results = _compute(forward, rows, experts.unsqueeze(-1))
     results = _exchange(results, group, received_sizes, sent_sizes)
-    in_order: Any = cast(Any, _TokenOrder).apply(results, order)
+    in_order = cast(torch.Tensor, _TokenOrder.apply(results, order))  # type: ignore[no-untyped-call]
     parts = in_order.view(*indices.shape, results.shape[-1]) * weights.unsqueeze(-1)
     return parts.sum(1).to(hidden.dtype)
 
