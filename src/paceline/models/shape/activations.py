@@ -351,18 +351,9 @@ def language_activations(
     is_pure = args.weight_dtype == "bfloat16"
     low = 2 if args.mixed_dtype or is_pure else FLOAT32_BYTES
     low_weights = is_pure or (low_weights and low != FLOAT32_BYTES)
-    stored = low if low_weights else FLOAT32_BYTES
+    stored, copied = (low, 0) if low_weights or low == FLOAT32_BYTES else (FLOAT32_BYTES, low)
     frozen = config.lora.enable
-    block = BlockMemory(
-        dims,
-        config,
-        low=low,
-        # Autocast leaves the residual stream in the dtype of the embedding.
-        stream=low if frozen or low_weights else FLOAT32_BYTES,
-        autocasts=args.mixed_dtype is not None and not is_pure,
-        mask_bytes=mask_bytes,
-        is_split=tensor_ranks > 1,
-    )
+    block = _block_memory(dims, config, low, low_weights, mask_bytes, tensor_ranks)
     attention = block.attention(joined) if fused_attention else block.eager_attention(row)
     layer = block.norms() / token_parts + block.inputs() + attention + block.mlp()
     temporary = block.gradients(0.0 if fused_attention else row)
@@ -373,39 +364,60 @@ def language_activations(
         in_adapter = adapter_temporary(dims, config, low, stored, tensor_ranks)
         temporary = max(temporary, in_adapter + block.around_layer())
     merged = merged.split(tensor_ranks * expert_ranks)
-    rows = ExpertRows(
-        dims,
-        block.stream,
-        low,
-        are_trained=not frozen or merged.saved > 0,
-        are_exchanged=expert_ranks > 1,
-        autocasts=block.autocasts,
-    )
-    has_experts = dims.experts > 1
-    layer += rows.saved if has_experts else 0
+    rows = _expert_rows(block, merged, expert_ranks) if dims.experts > 1 else None
+    layer += 0.0 if rows is None else rows.saved
     recomputes = args.recomputation != "none"
-    # Attention is computed before the experts have saved anything.
-    scores = 0.0 if fused_attention else block.scores_in_forward(row)
-    in_forward = max(rows.in_forward, scores - rows.saved)
     inputs = block.stream * dims.hidden / token_parts
     sizes = block_sizes(dims, config, layer + merged.saved / tokens, inputs, low)
-    recomputed = layer * tokens + merged.saved if recomputes else 0.0
     head_input = 0 if frozen else low * dims.hidden * labels
-    return Activations(
+    activations = Activations(
         blocks=tuple(round(size * tokens) for size in sizes),
-        recomputed=recomputed + layer_matrices(dims, config, low),
+        recomputed=recomputes * (layer * tokens + merged.saved) + layer_matrices(dims, config, low),
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
         loss=_loss(dims, config, labels, low, low_weights, device_type, head_parts),
         temporary=temporary * tokens,
-        experts=rows.in_backward(tokens, merged, in_forward if recomputes else None)
-        if has_experts
-        else None,
-        in_forward=in_forward * tokens if has_experts else 0.0,
         boundary=block.stream * dims.hidden * tokens,
-        precision=WeightPrecision(
-            stored, 0 if stored == low else low, args.recomputed_share(dims.layers)
-        ),
+        precision=WeightPrecision(stored, copied, args.recomputed_share(dims.layers)),
         offloads=config.parallel.offloads_activations,
+    )
+    if rows is None:
+        return replace(activations, temporary=activations.temporary + merged.gradient)
+    # Attention is computed before the experts have saved anything.
+    scores = 0.0 if fused_attention else block.scores_in_forward(row)
+    in_forward = max(rows.in_forward, scores - rows.saved)
+    experts = rows.in_backward(tokens, merged, in_forward if recomputes else None)
+    return replace(activations, experts=experts, in_forward=in_forward * tokens)
+
+
+def _block_memory(
+    dims: LanguageDims,
+    config: Config,
+    low: int,
+    low_weights: bool,
+    mask_bytes: int,
+    tensor_ranks: int,
+) -> BlockMemory:
+    args = config.train_args
+    return BlockMemory(
+        dims,
+        config,
+        low=low,
+        # Autocast leaves the residual stream in the dtype of the embedding.
+        stream=low if config.lora.enable or low_weights else FLOAT32_BYTES,
+        autocasts=args.mixed_dtype is not None and args.weight_dtype != "bfloat16",
+        mask_bytes=mask_bytes,
+        is_split=tensor_ranks > 1,
+    )
+
+
+def _expert_rows(block: BlockMemory, merged: MergedExperts, expert_ranks: int) -> ExpertRows:
+    return ExpertRows(
+        block.dims,
+        block.stream,
+        block.low,
+        are_trained=not block.frozen or merged.saved > 0,
+        are_exchanged=expert_ranks > 1,
+        autocasts=block.autocasts,
     )
 
 

@@ -2,8 +2,8 @@
 tokens. Imports no torch.
 
 The terms are the tensors of ``grouped_mm_experts_forward`` of transformers and, if ranks divide the
-experts, of :mod:`paceline.strategies.expert.exchange`. Both compute *rows*: each token has one for
-each of its experts.
+experts, the tensors of the exchange between them. Both compute *rows*: each token has one for each
+of its experts.
 """
 
 from dataclasses import dataclass
@@ -88,9 +88,9 @@ class ExpertRows:
 
     @property
     def saved(self) -> float:
-        """Bytes that are kept for backward: the inner results, the results of the experts, of which
-        their weights need the gradient, and, for the gradients of the weights of experts, the
-        inputs of both products."""
+        """Bytes that are kept for backward: the inner results, the results of the experts, with
+        which the gradients of the rows' weights are computed, and, for the gradients of the weights
+        of experts, the inputs of both products."""
         inputs = self._hidden + self._inner if self.are_trained else 0
         # gate and up, and the activation of the gate; a clamped gate, its sigmoid, the product of
         # both, and the clamped up projection plus 1
