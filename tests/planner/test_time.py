@@ -1,12 +1,22 @@
 """Test the time model: each part of a step against a hand calculation, or a change of a set-up
 against the direction that physics gives."""
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from paceline.config.schema import Config
 from paceline.models.shape.dims import LanguageDims
+from paceline.parallel.registry import layout
 from paceline.planner.devices import Device, devices, find_device
+from paceline.planner.estimate import estimate
+from paceline.planner.machine.hardware import named_machine
+from paceline.planner.micro_batch import micro_batch
+from paceline.planner.mode_time import setup_of_batch
+from paceline.planner.model_profile import describe
 from paceline.planner.setup import TrainingSetup
 from paceline.planner.time.constants import coefficients_of, constants, factors_of, spread_of
 from paceline.planner.time.rates import rates_of
@@ -116,6 +126,55 @@ def test_tensor_parallelism_waits_for_its_exchanges() -> None:
     assert time(split).products_s < time(SETUP).products_s / 4
     assert time(split).exposed_s > 0
     assert time(replace(split, async_tensor=True)).exposed_s < time(split).exposed_s
+
+
+@pytest.mark.parametrize(
+    ("parallel", "recompute"),
+    [({"data": 4}, False), ({"data": 4}, True), ({"shard": 4}, False), ({"data": 2}, False)],
+)
+def test_experts_wait_for_the_predicted_exchange(
+    tmp_path: Path, parallel: dict[str, int], recompute: bool
+) -> None:
+    """The bytes that the time counts are those of the traffic, except for the numbers of tokens."""
+    fields = {"model_type": "mixtral", "hidden_size": 256, "num_hidden_layers": 3}
+    fields |= {"num_attention_heads": 4, "num_local_experts": 4, "intermediate_size": 128}
+    fields["num_experts_per_tok"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = Config(
+        model=str(tmp_path),
+        dataset="none.jsonl",
+        parallel={**parallel, "expert": 2},
+        train_args={
+            "precision": "bf16-mixed",
+            "max_length": 512,
+            "gradient_checkpointing": recompute,
+            "gradient_accumulation_steps": 2,
+        },
+    )
+    world_size = math.prod(parallel.values())
+    machine = named_machine(H100, None, world_size, "bfloat16")
+    planned, batch = layout(config.parallel, world_size), micro_batch(config)
+    profile = describe(config)
+    mode = estimate(planned, config, profile, batch, machine)
+    setup = setup_of_batch(config, profile, planned, batch)
+    assert mode.cost is not None
+    assert setup is not None
+    counted = work(setup, H100).expert_link_s * H100.link_bytes_s
+    sent = mode.cost.traffic["all_to_all"] / 2  # of a micro-batch
+    assert counted == pytest.approx(sent, rel=0.001)
+    assert mode.time is not None
+    assert mode.time.parts is not None
+    assert mode.time.parts.exposed_s > 2 * counted / H100.link_bytes_s
+
+
+def test_experts_of_each_rank_are_gathered_from_the_ranks_with_the_same_experts() -> None:
+    dims = replace(LLAMA_8B, experts=8, experts_per_token=2)
+    sharded = replace(SETUP, dims=dims, shard=8, zero_stage=3)
+    whole, alone = work(sharded), work(replace(sharded, expert=8))
+    experts = sharded.stage_expert_parameters
+    # Two gathers of 2 bytes and a scatter of 4.
+    sent = 8 * experts * 7 / 8
+    assert whole.shard_link_s - alone.shard_link_s == pytest.approx(sent / A100.link_bytes_s)
 
 
 def test_small_models_wait_for_launches_unless_graphs_launch_them() -> None:

@@ -82,6 +82,7 @@ def workload(
             profile.shape.splits_tokens,
         ),
         merged=merged_experts(profile.shape),
+        expert_ranks=layout.axes.expert,
     )
     activations = activations.of_model(len(profile.shape.blocks))
     on_host = activations.on_host if activations.offloads else 0

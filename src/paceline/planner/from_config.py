@@ -47,6 +47,7 @@ def setup_of(
         tensor=axes.tensor,
         pipeline=axes.pipeline,
         context=axes.context,
+        expert=axes.expert,
         zero_stage=zero_stage,
         sequence_parallel=uses_sequence_parallel(
             parallel.sequence_parallel, axes.tensor, axes.pipeline, splits_tokens

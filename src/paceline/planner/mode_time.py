@@ -180,8 +180,10 @@ def setup_of_batch(
 
 def _setup_of_mode(setup: TrainingSetup, cost: Cost, machine: Machine) -> TrainingSetup:
     if setup.zero_stage == 0 and setup.tensor == setup.pipeline == 1:
-        # Local SGD exchanges weights seldom, and compressed gradients are smaller.
-        setup = replace(setup, sync_bytes=float(cost.traffic_per_step))
+        # Local SGD exchanges weights seldom, and compressed gradients are smaller. Computation
+        # waits for the tokens that experts exchange, so they are counted apart.
+        exchanged = cost.traffic.get("all_to_all", 0) if setup.expert > 1 else 0
+        setup = replace(setup, sync_bytes=float(cost.traffic_per_step - exchanged))
     return machine.with_links(setup)
 
 

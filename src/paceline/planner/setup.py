@@ -127,6 +127,20 @@ class TrainingSetup:
         return 4 if self.precision == "float32" else 2
 
     @property
+    def expert_element_bytes(self) -> int:
+        """Bytes of an element of the hidden states that experts get. PyTorch's autocast does not
+        apply to grouped products, so they have the dtype of the experts' weights."""
+        is_low = self.is_frozen or self.low_copy or self.weight_bytes < 4
+        if self.software in ("eager", "compiled") and not is_low:
+            return 4
+        return self.element_bytes
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of ranks with the same experts."""
+        return max(1, self.data * self.shard * self.context // self.expert)
+
+    @property
     def is_frozen(self) -> bool:
         return self.lora_rank > 0
 
@@ -201,6 +215,11 @@ class TrainingSetup:
         """Parameters of the adapters on a rank."""
         widths = sum(map(sum, self.dims.linears.values()))
         return self.lora_rank * widths * self.stage_layers / self.tensor
+
+    @property
+    def trained_expert_parameters(self) -> float:
+        """Trained parameters of the experts on a rank, without adapters."""
+        return 0.0 if self.is_frozen else self.stage_expert_parameters
 
     @property
     def trained_parameters(self) -> float:

@@ -29,6 +29,7 @@ from paceline.simulation.torch_internals import (
     COLLECTIVES,
     COPIES,
     WITHOUT_WORK,
+    adds_to_zeros,
     collective_size,
     flop_formula,
     is_collective,
@@ -227,6 +228,8 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # called again with the local tensors
         if is_wait(func):
             out = args[0]  # the kernel for fake tensors would make a copy
+        elif self.phase == BACKWARD and not torch.is_grad_enabled() and adds_to_zeros(func, args):
+            out = torch.ops.aten.index_put_.default(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
         if self._computes_shapes:

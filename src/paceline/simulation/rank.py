@@ -43,6 +43,7 @@ from paceline.simulation.torch_internals import (
     FakeStore,
     FakeTensorMode,
     allow_grouped_mm_of_all_dtypes,
+    keep_single_kernels,
 )
 from paceline.tasks.language import LanguageTask
 from paceline.train.components import distribute, quiet_libraries
@@ -107,11 +108,12 @@ def _process_group(rank: int, axes: ParallelDims) -> Iterator[Communicator]:
     torch.accelerator.set_device_index(env.local_rank)
     dist.init_process_group("fake", rank=rank, world_size=axes.size, store=FakeStore())
     DeviceMesh.from_group = real_mesh  # type: ignore[method-assign]
-    restore_grouped_mm = allow_grouped_mm_of_all_dtypes()
+    restore = [allow_grouped_mm_of_all_dtypes(), keep_single_kernels()]
     try:
         yield SimulatedCommunicator(env, torch.device("cuda", env.local_rank), axes)
     finally:
-        restore_grouped_mm()
+        for each in restore:
+            each()
         DeviceMesh.from_group = from_group  # type: ignore[method-assign]
         dist.destroy_process_group()
 

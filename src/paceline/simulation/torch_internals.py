@@ -121,6 +121,31 @@ def allow_grouped_mm_of_all_dtypes() -> Callable[[], None]:
     return restore
 
 
+#: Operations of backward that a GPU computes in one kernel. A build of torch without kernels for
+#: CUDA computes them by several operations, whose results take memory.
+_SINGLE_KERNELS = ("silu_backward", "mish_backward")
+
+
+def keep_single_kernels() -> Callable[[], None]:
+    """Keep operations whole that a GPU computes in one kernel. Return a function that restores what
+    was."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _SINGLE_KERNELS:
+        # Never called: fake tensors compute shapes by the kernels for meta tensors.
+        library.impl(name, _without_values, "CUDA")
+    return library._destroy
+
+
+def _without_values(*_: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("simulated tensors have no values")
+
+
+def adds_to_zeros(op: Any, args: Any) -> bool:
+    """Return whether an operation adds rows to a tensor, as the backward of an index does to zeros:
+    in place, but out of place for tensors of a subclass, as all fake ones are."""
+    return op is torch.ops.aten.index_put.default and len(args) > 3 and bool(args[3])
+
+
 def changes_arguments(func: Any) -> list[bool]:
     """Return for each argument of an operation whether the operation writes to it."""
     aliases = [argument.alias_info for argument in func._schema.arguments]

@@ -23,6 +23,7 @@ from paceline.models.shape.adapter_memory import (
 )
 from paceline.models.shape.block_memory import FLOAT32_BYTES, BlockMemory, block_sizes
 from paceline.models.shape.dims import LanguageDims
+from paceline.models.shape.expert_memory import ExpertMoments, ExpertRows
 from paceline.models.shape.loss_chunks import choose_loss_chunks
 from paceline.models.shape.record import ModelShape, modules_around
 
@@ -37,7 +38,8 @@ class TrainedMatrices:
 
     Args:
         blocks, largest: sizes of all blocks, and of their largest matrix.
-        largest_fused: the largest parameter of fused experts, which autocast does not copy.
+        largest_fused, smallest_fused: the largest and the smallest parameter of fused experts, of
+             the first and of the second product. Autocast does not copy them.
         num_blocks: number of blocks with trained matrices.
         head: values of the output head.
         tied: size of the weight that the head shares with the token embedding, else 0.
@@ -46,6 +48,7 @@ class TrainedMatrices:
     blocks: int = 0
     largest: int = 0
     largest_fused: int = 0
+    smallest_fused: int = 0
     num_blocks: int = 0
     head: int = 0
     tied: int = 0
@@ -58,7 +61,8 @@ def trained_matrices(shape: ModelShape) -> TrainedMatrices:
 
 def _trained_matrices(shape: ModelShape) -> TrainedMatrices:
     blocks, aliases, phases = set(shape.blocks), set(shape.aliases.values()), shape.phases or {}
-    inside, fused, around, head, tied = [0], [0], set(), 0, 0
+    inside, around, head, tied = [0], set(), 0, 0
+    fused: list[int] = []
     for tensor in shape.trained:
         if len(tensor.shape) < 2:
             continue
@@ -69,7 +73,15 @@ def _trained_matrices(shape: ModelShape) -> TrainedMatrices:
             head = tied = max(head, tensor.numel)
         elif "after" in phases.get(tensor.name, ()):
             head = max(head, tensor.numel)
-    return TrainedMatrices(sum(inside), max(inside), max(fused), len(around), head, tied)
+    return TrainedMatrices(
+        sum(inside),
+        max(inside),
+        max(fused, default=0),
+        min(fused, default=0),
+        len(around),
+        head,
+        tied,
+    )
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,10 @@ class Activations:
             or DoRA; 0 without any of these.
         ends: saved by the layers outside the blocks: the last norm and the head.
         loss: needed for the loss, when all other activations exist.
-        temporary: what a block allocates and frees in its forward or backward pass.
+        temporary: what a block allocates and frees in its forward or backward pass; of a mixture,
+            outside of the experts.
+        experts: what the backward pass of a layer of experts needs; None in a dense model.
+        in_forward: what the forward pass of a block with experts allocates and frees.
         boundary: the hidden states that a block passes to the next.
         precision: precision of the trained matrices.
         offloads: whether the blocks' activations are in host memory between forward and backward,
@@ -153,6 +168,8 @@ class Activations:
     ends: float = 0.0
     loss: LossMemory = NO_LOSS
     temporary: float = 0.0
+    experts: ExpertMoments | None = None
+    in_forward: float = 0.0
     boundary: float = 0.0
     precision: WeightPrecision = WeightPrecision()
     offloads: bool = False
@@ -176,6 +193,8 @@ class Activations:
         moments = (
             saved + loss.forward + block_copies + head_copy,
             saved + loss.backward + retained + (0 if loss.in_chunks else head_copy),
+            # In the last layer of experts.
+            others + self.at_loss + block_copies + self.in_forward,
             # The gradient of the head, and the gradient of its input.
             saved + retained + head_copy + precision.gradient_bytes * head + loss.input_gradient,
             # The first block that backward reaches. A tied head keeps its gradient until the
@@ -183,10 +202,10 @@ class Activations:
             others
             + self.in_backward
             + self.recomputed
-            + self.temporary
             + in_block
-            + max(
+            + self.of_block(
                 precision.gradient_bytes * matrices.largest,
+                precision.stored_bytes * matrices.smallest_fused,
                 precision.stored_bytes * matrices.largest_fused,
             )
             + (tied if self.has_embedding and self.has_head else 0),
@@ -195,6 +214,19 @@ class Activations:
             3 * tied,
         )
         return round(max(moments))
+
+    def of_block(self, largest: float, down: float, up: float) -> float:
+        """Return the peak of what the backward pass of a block needs beyond what it saved.
+
+        Args:
+            largest: bytes of the largest gradient outside of experts.
+            down, up: bytes of the gradients of experts when their second and their first product
+                are computed.
+        """
+        if self.experts is None:
+            return self.temporary + max(largest, up)
+        rest = self.temporary + largest - self.experts.saved
+        return max(rest, self.boundary + self.experts.peak(down, up))
 
     @property
     def at_loss(self) -> int:
@@ -291,6 +323,7 @@ def language_activations(
     splits_head: bool = False,
     sequence_parallel: bool = False,
     merged: MergedExperts = NO_EXPERTS,
+    expert_ranks: int = 1,
 ) -> Activations:
     """Estimate the activation memory of a micro-batch of ``tokens`` tokens, ``labels`` of
     them with a loss, on a rank that runs the full model.
@@ -309,6 +342,7 @@ def language_activations(
         splits_head: whether they split the head by the rows of the vocabulary.
         sequence_parallel: whether they divide the tokens outside the split layers.
         merged: what adapters of fused experts need in a layer.
+        expert_ranks: number of ranks that divide the experts.
     """
     args, dims = config.train_args, dims.split(tensor_ranks)
     # With sequence parallelism, each rank has a part of the tokens outside the split layers.
@@ -317,18 +351,9 @@ def language_activations(
     is_pure = args.weight_dtype == "bfloat16"
     low = 2 if args.mixed_dtype or is_pure else FLOAT32_BYTES
     low_weights = is_pure or (low_weights and low != FLOAT32_BYTES)
-    stored = low if low_weights else FLOAT32_BYTES
+    stored, copied = (low, 0) if low_weights or low == FLOAT32_BYTES else (FLOAT32_BYTES, low)
     frozen = config.lora.enable
-    block = BlockMemory(
-        dims,
-        config,
-        low=low,
-        # Autocast leaves the residual stream in the dtype of the embedding.
-        stream=low if frozen or low_weights else FLOAT32_BYTES,
-        autocasts=args.mixed_dtype is not None and not is_pure,
-        mask_bytes=mask_bytes,
-        is_split=tensor_ranks > 1,
-    )
+    block = _block_memory(dims, config, low, low_weights, mask_bytes, tensor_ranks)
     attention = block.attention(joined) if fused_attention else block.eager_attention(row)
     layer = block.norms() / token_parts + block.inputs() + attention + block.mlp()
     temporary = block.gradients(0.0 if fused_attention else row)
@@ -338,22 +363,61 @@ def language_activations(
         layer += adapter_bytes(dims, config, low, mask_bytes, row_mask_bytes)
         in_adapter = adapter_temporary(dims, config, low, stored, tensor_ranks)
         temporary = max(temporary, in_adapter + block.around_layer())
-    merged = merged.split(tensor_ranks)
+    merged = merged.split(tensor_ranks * expert_ranks)
+    rows = _expert_rows(block, merged, expert_ranks) if dims.experts > 1 else None
+    layer += 0.0 if rows is None else rows.saved
+    recomputes = args.recomputation != "none"
     inputs = block.stream * dims.hidden / token_parts
     sizes = block_sizes(dims, config, layer + merged.saved / tokens, inputs, low)
-    recomputed = 0.0 if args.recomputation == "none" else layer * tokens + merged.saved
     head_input = 0 if frozen else low * dims.hidden * labels
-    return Activations(
+    activations = Activations(
         blocks=tuple(round(size * tokens) for size in sizes),
-        recomputed=recomputed + layer_matrices(dims, config, low),
+        recomputed=recomputes * (layer * tokens + merged.saved) + layer_matrices(dims, config, low),
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
         loss=_loss(dims, config, labels, low, low_weights, device_type, head_parts),
-        temporary=temporary * tokens + merged.gradient,
+        temporary=temporary * tokens,
         boundary=block.stream * dims.hidden * tokens,
-        precision=WeightPrecision(
-            stored, 0 if stored == low else low, args.recomputed_share(dims.layers)
-        ),
+        precision=WeightPrecision(stored, copied, args.recomputed_share(dims.layers)),
         offloads=config.parallel.offloads_activations,
+    )
+    if rows is None:
+        return replace(activations, temporary=activations.temporary + merged.gradient)
+    # Attention is computed before the experts have saved anything.
+    scores = 0.0 if fused_attention else block.scores_in_forward(row)
+    in_forward = max(rows.in_forward, scores - rows.saved)
+    experts = rows.in_backward(tokens, merged, in_forward if recomputes else None)
+    return replace(activations, experts=experts, in_forward=in_forward * tokens)
+
+
+def _block_memory(
+    dims: LanguageDims,
+    config: Config,
+    low: int,
+    low_weights: bool,
+    mask_bytes: int,
+    tensor_ranks: int,
+) -> BlockMemory:
+    args = config.train_args
+    return BlockMemory(
+        dims,
+        config,
+        low=low,
+        # Autocast leaves the residual stream in the dtype of the embedding.
+        stream=low if config.lora.enable or low_weights else FLOAT32_BYTES,
+        autocasts=args.mixed_dtype is not None and args.weight_dtype != "bfloat16",
+        mask_bytes=mask_bytes,
+        is_split=tensor_ranks > 1,
+    )
+
+
+def _expert_rows(block: BlockMemory, merged: MergedExperts, expert_ranks: int) -> ExpertRows:
+    return ExpertRows(
+        block.dims,
+        block.stream,
+        block.low,
+        are_trained=not block.frozen or merged.saved > 0,
+        are_exchanged=expert_ranks > 1,
+        autocasts=block.autocasts,
     )
 
 

@@ -15,6 +15,12 @@ _FLOAT32 = 4
 def adapted_layers(dims: LanguageDims, config: Config) -> dict[str, tuple[int, int]]:
     """Return the widths of each linear layer of a block that has an adapter."""
     layers = dict(dims.linears)
+    if dims.experts > 1:  # fused experts have no linear layers, those for every token do
+        wide, mlp = dims.shared_feed_forward, {"gate_proj", "up_proj", "down_proj"}
+        layers = {name: widths for name, widths in layers.items() if name not in mlp}
+        if wide:
+            layers |= dict.fromkeys(("gate_proj", "up_proj"), (dims.hidden, wide))
+            layers["down_proj"] = wide, dims.hidden
     named = config.lora.target_modules
     if isinstance(named, str) and named != "all-linear":
         places = [
@@ -112,14 +118,21 @@ class MergedExperts:
     Args:
         saved: bytes of the merged weights, and of the copies of A and B, which backward needs.
         gradient: bytes of the gradient of the last merged weight, with which backward begins.
+        first_gradient: bytes of the gradient of the first merged weight.
     """
 
     saved: float = 0.0
     gradient: float = 0.0
+    first_gradient: float = 0.0
 
     def split(self, ranks: int) -> Self:
-        """Return the part of one of ``ranks`` tensor-parallel ranks."""
-        return replace(self, saved=self.saved / ranks, gradient=self.gradient / ranks)
+        """Return the part of one of ``ranks`` ranks that divide each expert, or the experts."""
+        return replace(
+            self,
+            saved=self.saved / ranks,
+            gradient=self.gradient / ranks,
+            first_gradient=self.first_gradient / ranks,
+        )
 
 
 NO_EXPERTS = MergedExperts()
@@ -140,4 +153,6 @@ def _merged_experts(shape: ModelShape) -> MergedExperts:
         return NO_EXPERTS
     module = fused[0].name.partition(".base_layer.")[0]
     elements = sum(each.numel for each in tensors if each.name.startswith(f"{module}."))
-    return MergedExperts(fused[0].element_bytes * elements, fused[-1].size_bytes)
+    return MergedExperts(
+        fused[0].element_bytes * elements, fused[-1].size_bytes, fused[0].size_bytes
+    )

@@ -66,7 +66,10 @@ class BlockMemory:
         casts = self.autocasts and (self.stream != self.low or dims.layer_norms)
         if casts and not self.is_split:
             copies = 1 if dims.fused_qkv else 3
-            copies += 2 if dims.gated and not dims.fused_gate else 1
+            if dims.experts > 1:
+                copies += 3 if dims.shared_feed_forward else 1  # of the router, and shared experts
+            else:
+                copies += 2 if dims.gated and not dims.fused_gate else 1
         return self.low * dims.hidden * copies
 
     def _query_norms(self) -> int:
@@ -89,22 +92,38 @@ class BlockMemory:
             size += self.low * dims.queries
         return size + self._query_norms()
 
+    @property
+    def _softmax_bytes(self) -> int:
+        """Bytes per element of the softmax that eager attention computes: float32, or with learned
+        scores the dtype of the mask, to which the scores are added."""
+        return self.stream if self.dims.has_sinks else FLOAT32_BYTES
+
+    @property
+    def _copied_bytes(self) -> int:
+        """Bytes per element of the copy of a softmax for the matrix product; 0 without a copy."""
+        return self.low if self.low != self._softmax_bytes else 0
+
+    def scores_in_forward(self, row: float) -> float:
+        """Return what eager attention with learned scores allocates in its forward pass: the scores
+        with the mask, and the same with the learned scores, less their maximum."""
+        return 2 * self._softmax_bytes * self.dims.heads * row if self.dims.has_sinks else 0.0
+
     def eager_attention(self, row: float) -> float:
         """Return what ``eager_attention_forward`` of transformers saves: queries, keys and values
         repeated for all heads, its result if the output projection is trained, and of each score
-        the softmax in float32, its copy for the matrix product, and the ``tanh`` of a soft cap."""
+        the softmax, its copy for the matrix product, and the ``tanh`` of a soft cap."""
         dims = self.dims
-        score = FLOAT32_BYTES + (self.low if self.low != FLOAT32_BYTES else 0)
+        score = self._softmax_bytes + self._copied_bytes
         score += self.low if dims.softcaps_scores else 0
         states = self.low * dims.queries * (3 if self.frozen else 4)
         return states + dims.heads * row * score + self._query_norms()
 
     def mlp(self) -> int:
-        """Return what the MLP saves. With a gate: both projections, the activation of the gate, and
-        the product, if the down projection is trained. Liger's kernel computes the activation
-        again."""
+        """Return what the MLP saves; in a mixture, the experts that process every token. With a
+        gate: both projections, the activation of the gate, and the product, if the down projection
+        is trained. Liger's kernel computes the activation again."""
         dims = self.dims
-        wide = dims.feed_forward * dims.experts_per_token
+        wide = dims.shared_feed_forward if dims.experts > 1 else dims.feed_forward
         product = 0 if self.frozen else self.low * wide
         if dims.gated:
             return self.low * wide * (2 if self.liger else 3) + product
@@ -126,15 +145,16 @@ class BlockMemory:
         :meth:`mlp`).
 
         If scores of ``row`` tokens are stored: instead of the inner results, the gradients of the
-        softmax and of its argument in float32, if they need more. What the MLP saved, and the
+        softmax and of its argument, if they need more. What the MLP saved, and the
         copy of the softmax, are freed before.
         """
-        wide = self.dims.feed_forward * self.dims.experts_per_token
+        dims = self.dims
+        wide = dims.shared_feed_forward if dims.experts > 1 else dims.feed_forward
         inner = 2 * self.low
         if self.dims.composed_activation:
             inner = 3 * (FLOAT32_BYTES if self.autocasts else self.low)
-        copy = self.low if self.low != FLOAT32_BYTES else 0
-        scores = self.dims.heads * row * (2 * FLOAT32_BYTES - copy) - self.mlp()
+        score = 2 * self._softmax_bytes - self._copied_bytes
+        scores = self.dims.heads * row * score - self.mlp()
         return self.stream * self.dims.hidden + max(inner * wide, scores)
 
 
@@ -159,7 +179,9 @@ def block_sizes(
 def _products(dims: LanguageDims, config: Config, low: int) -> float:
     """Return the bytes per token of the results of matrix products and attention of a layer. Of
     an adapter, the first product is stored; the second is cheap."""
-    wide = dims.feed_forward * dims.experts_per_token * (2 if dims.gated else 1)
+    wide = (2 if dims.gated else 1) * (  # grouped products of experts are repeated
+        dims.feed_forward if dims.experts == 1 else dims.shared_feed_forward
+    )
     outputs = 2 * dims.queries + 2 * dims.keys + wide + 2 * dims.hidden
     adapters = config.lora.rank * len(adapted_layers(dims, config)) if config.lora.enable else 0
     return low * (outputs + adapters) + FLOAT32_BYTES * dims.heads

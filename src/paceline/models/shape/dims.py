@@ -12,7 +12,9 @@ _UNGATED = {
     "starcoder2", "gpt_bigcode", "xglm", "biogpt", "nemotron",
 }  # fmt: skip
 #: Model types that apply a norm to queries and keys.
-_NORMED_QUERIES = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3"}
+_NORMED_QUERIES = {
+    "qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3", "olmoe", "flex_olmo",
+}  # fmt: skip
 #: Model types with torch's LayerNorm; the others have root-mean-square norms.
 _LAYER_NORMS = _UNGATED - {"nemotron"} | {"stablelm"}
 #: Model types whose norms multiply by their weight in float32.
@@ -27,6 +29,16 @@ _FUSED_QKV = {
 _UNROTATED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt", "xglm", "biogpt"}
 #: Model types with one linear layer for the gate and the up projection.
 _FUSED_GATE = {"phi3", "glm"}
+#: Model types whose routers return the weights of a token's experts in the dtype of their linear
+#: layer; the others return float32.
+_LOW_ROUTING = {
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "gpt_oss", "hunyuan_v1_moe",
+}  # fmt: skip
+#: Model types whose experts have biases, and clamp the gate and the up projection.
+_CLAMPED_GATE = {"gpt_oss"}
+#: Model types whose attention adds a learned score to each row, and computes the softmax in the
+#: dtype of the scores.
+_SINKS = {"gpt_oss"}
 #: Activation functions that transformers computes in several operations.
 _COMPOSED = ("gelu_new", "gelu_fast", "gelu_accurate")
 
@@ -41,6 +53,9 @@ class LanguageDims:
         feed_forward: inner width of the MLP, or of one expert.
         experts, experts_per_token: number of experts, and of those that process a token; 1 and 1 in
             a dense model.
+        shared_feed_forward: inner width of the experts that process every token, or 0.
+        float32_routing: whether the weights of a token's experts are in float32.
+        clamped_gate: whether experts have biases, and clamp the gate and the up projection.
         gated: whether the MLP has a gate in addition to its up projection.
         tied: whether the output head shares its weight with the token embedding.
         positions: number of learned position embeddings, or 0.
@@ -52,6 +67,7 @@ class LanguageDims:
             linear layer.
         rotates: whether queries and keys are rotated by their position.
         composed_activation: whether the activation of the MLP is a chain of operations.
+        has_sinks: whether attention adds a learned score to each row.
         softcaps_scores, softcaps_logits: whether ``cap · tanh(x / cap)`` of attention scores (of
             the head's output) is computed.
     """
@@ -68,6 +84,9 @@ class LanguageDims:
     tied: bool = False
     experts: int = 1
     experts_per_token: int = 1
+    shared_feed_forward: int = 0
+    float32_routing: bool = True
+    clamped_gate: bool = False
     positions: int = 0
     normed_queries: bool = False
     norms: int = 2
@@ -77,6 +96,7 @@ class LanguageDims:
     fused_gate: bool = False
     rotates: bool = True
     composed_activation: bool = False
+    has_sinks: bool = False
     softcaps_scores: bool = False
     softcaps_logits: bool = False
 
@@ -121,6 +141,7 @@ class LanguageDims:
             queries=self.queries // ranks,
             keys=self.keys // ranks,
             feed_forward=self.feed_forward // ranks,
+            shared_feed_forward=self.shared_feed_forward // ranks,
         )
 
     @property
@@ -151,6 +172,10 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
     size = number("head_dim") or hidden // heads or 1
     experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
     inner = number("intermediate_size", "n_inner", "ffn_dim", "inner_dim") or 4 * hidden
+    narrow = number("moe_intermediate_size") or inner
+    shared = number("shared_expert_intermediate_size") or (
+        narrow * (number("n_shared_experts", "moe_num_shared_experts") or 0)
+    )
     tied = config.get("tie_word_embeddings")
     return LanguageDims(
         hidden=hidden,
@@ -159,12 +184,15 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
         key_heads=key_heads,
         queries=heads * size,
         keys=key_heads * size,
-        feed_forward=(number("moe_intermediate_size") or inner) if experts > 1 else inner,
+        feed_forward=narrow if experts > 1 else inner,
         vocabulary=vocabulary,
         gated=kind not in _UNGATED,
         tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
         experts=experts,
         experts_per_token=number("num_experts_per_tok", "num_experts_per_token") or 1,
+        shared_feed_forward=shared if experts > 1 else 0,
+        float32_routing=kind not in _LOW_ROUTING,
+        clamped_gate=kind in _CLAMPED_GATE,
         positions=(
             (number("n_positions", "max_position_embeddings") or 0)
             if kind in ("gpt2", "opt")
@@ -180,6 +208,7 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
         composed_activation=any(
             config.get(name) in _COMPOSED for name in ("hidden_act", "activation_function")
         ),
+        has_sinks=kind in _SINKS,
         softcaps_scores=bool(config.get("attn_logit_softcapping")),
         softcaps_logits=bool(config.get("final_logit_softcapping")),
     )

@@ -345,11 +345,12 @@ class _Links:
         return self._group(setup.context, setup.tensor, sent * setup.stage_layers * times)
 
     def expert_exchange(self) -> tuple[float, float]:
-        """Tokens sent to their experts and back, in forward and backward."""
+        """Tokens sent to their experts and back, and their gradients; twice more where forward is
+        repeated."""
         setup = self.setup
         sent = (
-            4
-            * setup.element_bytes
+            (4 + 2 * setup.passes_again)
+            * setup.expert_element_bytes
             * setup.tokens
             * setup.dims.experts_per_token
             * setup.dims.hidden
@@ -395,11 +396,21 @@ class _Links:
         setup = self.setup
         if setup.zero_stage < 2:
             return 0.0, 0.0
-        sent = setup.reduce_bytes * setup.trained_parameters
+        trained = setup.trained_expert_parameters
+        sent = setup.reduce_bytes * (setup.trained_parameters - trained)
+        of_experts = setup.reduce_bytes * trained
         if setup.zero_stage == 3:
             each = setup.frozen_bits / 8 if setup.is_frozen else setup.element_bytes
-            sent += 2 * each * (setup.stage_parameters + setup.stage_expert_parameters)
-        return self._group(setup.shard * setup.context, setup.tensor, sent)
+            sent += 2 * each * setup.stage_parameters
+            of_experts += 2 * each * setup.stage_expert_parameters
+        ranks = setup.shard * setup.context
+        if setup.expert == 1:
+            return self._group(ranks, setup.tensor, sent + of_experts)
+        # The ranks with the same experts are as far apart as a group that divides them is large.
+        link, network = self._group(ranks, setup.tensor, sent)
+        stride = setup.tensor * setup.expert
+        expert_link, expert_network = self._group(setup.expert_copies, stride, of_experts)
+        return link + expert_link, network + expert_network
 
     def shard_messages(self) -> float:
         """Messages of a micro-batch: two gathers and a scatter for each layer, with ZeRO-2 one
@@ -425,6 +436,8 @@ class _Links:
         if setup.zero_stage == 1:
             sent = setup.reduce_bytes * trained
             link, network = self._group(setup.shard * setup.context, setup.tensor, sent)
+        if setup.zero_stage == 3 and setup.expert > 1:  # experts are sharded over all their ranks
+            trained -= setup.trained_expert_parameters
         outside = 2 * setup.reduce_bytes * trained / setup.shard
         between = self._group(setup.data, stride * setup.shard, outside)
         return link + between[0], network + between[1]

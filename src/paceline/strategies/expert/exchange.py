@@ -81,7 +81,7 @@ def compute_divided_experts(
     experts = experts.repeat_interleave(received.reshape(-1), output_size=sum(received_sizes))
     results = _compute(forward, rows, experts.unsqueeze(-1))
     results = _exchange(results, group, received_sizes, sent_sizes)
-    in_order = torch.empty_like(results).index_copy(0, order, results)
+    in_order = cast(torch.Tensor, _TokenOrder.apply(results, order))  # type: ignore[no-untyped-call]
     parts = in_order.view(*indices.shape, results.shape[-1]) * weights.unsqueeze(-1)
     return parts.sum(1).to(hidden.dtype)
 
@@ -107,6 +107,22 @@ def _exchange(
     apply: Any = _TokenExchange.apply
     result: Any = apply(rows, group, sent_sizes, received_sizes)
     return cast(torch.Tensor, result)
+
+
+class _TokenOrder(torch.autograd.Function):
+    """Rows in the order of the tokens. Unlike ``index_copy``, keeps only their positions for
+    backward, and not the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(positions)
+        return torch.empty_like(rows).index_copy_(0, positions, rows)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Any) -> Any:
+        context: Any = ctx
+        (positions,) = context.saved_tensors
+        return gradients[0].index_select(0, positions), None
 
 
 class _TokenExchange(torch.autograd.Function):

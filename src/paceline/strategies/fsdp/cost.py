@@ -1,7 +1,7 @@
 """Memory and traffic of ZeRO stages 2 and 3."""
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -10,6 +10,7 @@ from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_byte
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import modules_around
 from paceline.parallel.cost import Cost, ModelShape, Workload
+from paceline.strategies.fsdp.timeline import GatheredUnit, StepTimeline
 from paceline.strategies.zero1.cost import (
     batch_norm_names,
     low_bytes_of,
@@ -95,26 +96,6 @@ def reached_by_backward(shape: ModelShape) -> tuple[frozenset[str], frozenset[st
 
 
 @dataclass
-class _Unit:
-    """Bytes of the parameters that FSDP gathers together: a block, the embedding, the head, or the
-    root with all other parameters.
-
-    Args:
-        weights: when they are gathered. The message in which they arrive has the same size.
-        gradients: bytes of the gradients of the gathered weights.
-        message: the gradients as they are reduce-scattered.
-        shards: a rank's parts of the reduced gradients.
-        largest: bytes of the parameter with the largest gradient.
-    """
-
-    weights: int = 0
-    gradients: int = 0
-    message: int = 0
-    shards: int = 0
-    largest: int = 0
-
-
-@dataclass
 class _Sharded:
     """What the sharded tensors of a model add up to.
 
@@ -128,7 +109,7 @@ class _Sharded:
         backward_gathers: bytes of the weights that a backward gathers.
     """
 
-    units: dict[str, _Unit]
+    units: dict[str, GatheredUnit]
     unit_of: Mapping[str, str]
     weights: int = 0
     full_weights: int = 0
@@ -149,7 +130,7 @@ def _sum_up(
     normed = batch_norm_names(shape)
     unit_of = shape.memoize("units by parameter", lambda: _units_by_parameter(shape))
     names = (*shape.blocks, *_KEPT, shape.embedding)
-    result = _Sharded({name: _Unit() for name in names}, unit_of)
+    result = _Sharded({name: GatheredUnit() for name in names}, unit_of)
     for tensor in shape.parameters:
         low_bytes = low_bytes_of(tensor, shape.low_bytes, normed)
         if not tensor.trainable and not reshard_after_forward:
@@ -176,166 +157,38 @@ def _sum_up(
                     if axes.data == 1
                     else tensor.element_bytes
                 )
-                unit.largest = max(unit.largest, padded * low_bytes)
+                size_bytes = padded * low_bytes
+                unit.largest = max(unit.largest, size_bytes)
+                if len(tensor.shape) == 3:
+                    unit.smallest_fused = min(unit.smallest_fused or size_bytes, size_bytes)
+                    unit.fused += size_bytes
             else:
                 result.scalars += tensor.size_bytes
     return result
 
 
 @dataclass(frozen=True)
-class _Timeline:
-    """What exists during a step in addition to the shards of the weights and the optimizer's state.
+class DividedExperts:
+    """Experts that ranks divide: units inside of the blocks, which fewer ranks share.
 
     Args:
-        embedding, head: empty if the root has their weights.
-        saved: bytes that each block saves for backward.
-        reshards: whether the weights of blocks and embedding are freed after forward (stage 3).
-        ends_tied: whether the embedding and the head share a weight.
+        shape: the experts that a rank of the group has.
+        copies: number of ranks with the same experts, over which they are sharded.
+        backward: names of the parameters that a backward gathers.
     """
 
-    root: _Unit
-    embedding: _Unit
-    blocks: Sequence[_Unit]
-    head: _Unit
-    saved: Sequence[int]
-    work: Workload
-    num_shards: int
-    reshards: bool
-    ends_tied: bool
+    shape: ModelShape
+    copies: int
+    backward: frozenset[str]
 
-    def peak_bytes(self) -> int:
-        """Return the peak of activations, gathered weights, messages and gradients."""
-        num = self.work.micro_batches
-        # Stage 2 frees the weights in the last backward. Gradients are added to the gradients of
-        # the micro-batches before.
-        passes = [(self.reshards or number == num - 1, number > 0) for number in range(min(num, 3))]
-        if num > 2:
-            passes[-1] = (True, True)
-        return round(max(self._forward(), *(self._backward(*each) for each in passes)))
 
-    def _forward(self) -> float:
-        """Return the peak until the loss is computed.
-
-        FSDP frees the message of a unit when the weights of the next have been copied out of
-        theirs, or at the end of the forward.
-        """
-        root, embedding, head = self.root.weights, self.embedding.weights, self.head.weights
-        first, before, last = (self._block(index) for index in (0, -2, -1))
-        gradients = self._all_shards() if self.work.micro_batches > 1 else 0
-        activations = self.work.activations
-        saved = activations.other_micro_batches + activations.at_loss
-        gathered = self._gathered()
-        with_message = gathered - head + last.weights
-        in_block = with_message + saved + (last.weights if self.reshards else 0)
-        at_end = gathered + saved + activations.ends
-        moments = [
-            2 * root + 2 * embedding,
-            # The message of the embedding or of the root exists until the first block is gathered.
-            root + (embedding or root) + 2 * first.weights + (0 if self.reshards else embedding),
-            # The weights of the last block are copied out.
-            in_block + before.weights - (self.saved[-1] if self.saved else 0),
-            in_block + activations.temporary,
-            # The weights of the head are copied out.
-            with_message + 2 * head + saved,
-            at_end + (head or last.weights) + activations.loss.in_model,
-            at_end + activations.loss.forward,
-        ]
-        return gradients + max(moments)
-
-    def _block(self, index: int) -> _Unit:
-        """Return a block, or the root if there is no such block."""
-        return self.blocks[index] if -len(self.blocks) <= index < len(self.blocks) else self.root
-
-    def _backward(self, frees: bool, accumulates: bool) -> float:
-        """Return the peak of a backward.
-
-        The root is gathered until the end, the head until backward reaches the blocks, and each
-        block when backward reaches it, while the next one's message arrives. The gradients of a
-        unit exist in full at its end, with the message of the unit before.
-
-        Args:
-            frees: whether the weights of a unit are freed after its backward.
-            accumulates: whether the shards of all gradients exist already.
-        """
-        root, embedding, head, blocks = self.root, self.embedding, self.head, self.blocks
-        activations = self.work.activations
-        shards = self._all_shards() if accumulates else 0
-        moments = [shards + self._backward_of_loss()]
-        saved = activations.other_micro_batches + sum(self.saved)
-        gathered = self._gathered() - (head.weights if frees else 0)
-        moments += self._reduction(head, saved + shards + gathered + self._prefetched(len(blocks)))
-        message = head.message
-        shards += 0 if accumulates else head.shards
-        # Without a unit of its own, the gradient of the head exists until the end.
-        of_head = 0 if head.weights else root.largest
-        for number in reversed(range(len(blocks))):
-            block = blocks[number]
-            weights = gathered
-            if self.reshards:
-                weights += block.weights + self._prefetched(number)
-            present = shards + weights + of_head + message
-            # Backward computes the gradient of the largest matrix first.
-            computing = activations.recomputed + activations.temporary + block.largest
-            moments.append(present + saved + computing)
-            saved -= self.saved[number]
-            moments.append(present + saved + block.gradients)
-            message = block.message
-            shards += 0 if accumulates else block.shards
-            gathered -= block.weights if frees and not self.reshards else 0
-        others = saved + shards + gathered + message
-        if self.reshards:  # The weights of the embedding are copied out if it is trained.
-            moments.append(others + (2 if embedding.gradients else 1) * embedding.weights)
-            others += embedding.weights
-        # Of a tied weight, both gradients and their sum.
-        gradients = (3 if self.ends_tied else 1) * root.gradients
-        moments.append(others + gradients + embedding.gradients)
-        # At the end, FSDP frees and reduces the root before the embedding.
-        others += embedding.gradients - message - (root.weights if frees else 0)
-        moments += self._reduction(root, others, is_tied=self.ends_tied)
-        others -= embedding.gradients + (embedding.weights if frees else 0)
-        others += 0 if accumulates else root.shards
-        moments += self._reduction(embedding, others)
-        return max(moments)
-
-    def _reduction(self, unit: _Unit, present: float, is_tied: bool = False) -> tuple[float, float]:
-        """Return the bytes when the gradients of a unit are in their message, and when their sums
-        are received: FSDP frees the gradients before, except the last one, and casts the sums.
-
-        Args:
-            present: bytes of everything else.
-        """
-        last = 0 if is_tied else unit.largest
-        received = unit.message // self.num_shards
-        received += unit.shards if received != unit.shards else 0
-        present += unit.message
-        return present + unit.gradients, present + received + last
-
-    def _prefetched(self, number: int) -> int:
-        """Return the bytes of the message that arrives during the backward of a block, or of the
-        head after the last block."""
-        before = self.blocks[number - 1] if number else self.embedding
-        return before.weights if self.reshards else 0
-
-    def _backward_of_loss(self) -> float:
-        """Return the peak from the start of a backward to the last block."""
-        activations, loss = self.work.activations, self.work.activations.loss
-        saved = activations.other_micro_batches + activations.at_loss + activations.ends
-        saved += self._gathered()
-        largest = (self.head if self.head.weights else self.root).largest
-        of_head = loss.output_gradient + largest + loss.input_gradient
-        of_head = loss.backward if loss.in_chunks else of_head
-        return saved + max(loss.backward, of_head + self._prefetched(len(self.blocks)))
-
-    def _gathered(self) -> int:
-        """Return the bytes of the weights that are gathered when backward reaches the head."""
-        gathered = self.root.weights + self.head.weights
-        if self.reshards:
-            return gathered
-        return gathered + self.embedding.weights + sum(block.weights for block in self.blocks)
-
-    def _all_shards(self) -> int:
-        units = (self.root, self.embedding, self.head, *self.blocks)
-        return sum(unit.shards for unit in units)
+def _expert_units(experts: DividedExperts, config: Config) -> dict[str, GatheredUnit]:
+    """Return the experts of each block."""
+    axes = ParallelDims(shard=experts.copies)
+    units = _sum_up(experts.shape, axes, config, True, experts.backward).units
+    if config.parallel.state_offload != "all":
+        return units
+    return {name: replace(unit, shards=0) for name, unit in units.items()}
 
 
 def estimate_zero2(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
@@ -349,14 +202,16 @@ def estimate_zero3(
     work: Workload,
     config: Config,
     backward: frozenset[str] | None = None,
+    experts: DividedExperts | None = None,
 ) -> Cost:
     """Estimate the cost of ZeRO stage 3; see :func:`_estimate`.
 
     Args:
         backward: names of the parameters of the blocks and of the embedding that a backward
             gathers, if ``shape`` is only a part of the model.
+        experts: the experts, if ``shape`` is the model without them.
     """
-    return _estimate(shape, axes, work, config, reshard_after_forward=True, backward=backward)
+    return _estimate(shape, axes, work, config, True, backward, experts)
 
 
 def _estimate(
@@ -366,6 +221,7 @@ def _estimate(
     config: Config,
     reshard_after_forward: bool,
     backward: frozenset[str] | None = None,
+    experts: DividedExperts | None = None,
 ) -> Cost:
     """Estimate the cost of sharded training, with the padding of each parameter's shards.
 
@@ -375,7 +231,7 @@ def _estimate(
     or 4 (section 5.2; the paper's 2 + 14/N has gradients in the low precision, FSDP2 keeps
     float32). Every rank holds a frozen parameter in full in stage 2; in stage 3 it is sharded.
 
-    Not everything exists at the same time; :class:`_Timeline` determines the peak. What it needs
+    Not everything exists at the same time; :class:`StepTimeline` determines the peak. What it needs
     beyond the training state counts as activations.
 
     Each micro-batch reduce-scatters the gradients, Ψ(N-1)/N. Stage 2 gathers trained weights once
@@ -418,17 +274,21 @@ def _estimate(
     }
     if on_host:
         units = {name: replace(unit, shards=0) for name, unit in units.items()}
+    of_experts = {} if experts is None else _expert_units(experts, config)
     present = shape.memoize("units with parameters", lambda: set(unit_of.values()))
     blocks = [
         (units[name], size)
         for name, size in zip(shape.blocks, saved, strict=True)
         if name in present
     ]
-    timeline = _Timeline(
+    timeline = StepTimeline(
         units[""],
-        units[shape.embedding] if shape.embedding else _Unit(),
+        units[shape.embedding] if shape.embedding else GatheredUnit(),
         [unit for unit, _ in blocks],
         units[_HEAD],
+        [of_experts.get(name, GatheredUnit()) for name in shape.blocks if name in present]
+        if of_experts
+        else [],
         [size for _, size in blocks],
         work,
         axes.shard,
@@ -438,6 +298,7 @@ def _estimate(
     peak = timeline.peak_bytes()
     local_gradients = 0 if on_host else gradients
     counted = local_gradients + (0 if reshard_after_forward else gathered)
+    counted += sum(unit.shards for unit in of_experts.values())  # part of the cost of the experts
     return Cost(
         parameters=(0 if on_host else sharded_weights) + full_weights + shape.buffer_bytes,
         gradients=local_gradients,

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from paceline.config.schema import Config
 from paceline.distributed.collective_bytes import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.shape.activations import NO_ACTIVATIONS, Activations, trained_matrices
+from paceline.models.shape.activations import (
+    NO_ACTIVATIONS,
+    Activations,
+    TrainedMatrices,
+    trained_matrices,
+)
 from paceline.models.shape.record import LayerUse, ModelShape, TensorShape, modules_around
 from paceline.models.tensor_plan.style import (
     COLUMN,
@@ -27,7 +32,7 @@ from paceline.models.tensor_plan.style import (
 from paceline.parallel.buckets.layout import lay_out
 from paceline.parallel.cost import Cost, Workload
 from paceline.strategies.expert.cost import exchange_bytes, expert_width, split_experts
-from paceline.strategies.fsdp.cost import estimate_zero3, reached_by_backward
+from paceline.strategies.fsdp.cost import DividedExperts, estimate_zero3, reached_by_backward
 from paceline.strategies.pipeline.cost import PipelineCost, pipeline_cost
 from paceline.strategies.reducers.compression.cost import communication_cost
 from paceline.strategies.tensor.vocabulary_cost import vocabulary_traffic
@@ -153,19 +158,19 @@ def _with_experts(shape: ModelShape, axes: ParallelDims, work: Workload, config:
     )
     # Experts are units inside of the blocks: FSDP prefetches the block before, not its experts.
     reached, gathered = shape.memoize("in backward", lambda: reached_by_backward(shape))
-    stage = _Stage(rest_shape, activations=work.activations)
-    rest = _stage_cost(stage, rest_shape, replace(axes, expert=1), work, config, gathered)
-    copies = axes.size // axes.expert
+    copies, activations = axes.size // axes.expert, work.activations
     if axes.shard > 1:
-        # Their weights are gathered in addition to the weights of the block.
-        no_activations = replace(work, activations=NO_ACTIVATIONS)
-        experts = estimate_zero3(
-            experts_shape, ParallelDims(shard=copies), no_activations, config, reached
-        )
-        activations = rest.activations + experts.activations
+        divided = DividedExperts(experts_shape, copies, reached)
+        sharded = ParallelDims(data=axes.data, shard=axes.shard)
+        rest = estimate_zero3(rest_shape, sharded, work, config, gathered, divided)
+        # What exists at the peak is part of the estimate of the rest.
+        state = replace(work, activations=NO_ACTIVATIONS)
+        shared = ParallelDims(shard=copies)
+        experts = estimate_zero3(experts_shape, shared, state, config, reached)
     else:
+        peak = activations.peak(_with_fused(trained_matrices(rest_shape), experts_shape))
+        rest = replace(_replicated(rest_shape, replace(axes, expert=1), config), activations=peak)
         experts = _replicated(experts_shape, ParallelDims(data=copies), config)
-        activations = work.activations.peak(trained_matrices(shape))
     traffic = Counter(rest.traffic)
     traffic.update(experts.traffic)
     traffic["all_to_all"] += exchange_bytes(shape, axes, work, config)
@@ -174,9 +179,14 @@ def _with_experts(shape: ModelShape, axes: ParallelDims, work: Workload, config:
         parameters=rest.parameters + experts.parameters,
         gradients=rest.gradients + experts.gradients,
         optimizer=rest.optimizer + experts.optimizer,
-        activations=activations,
         traffic=traffic,
     )
+
+
+def _with_fused(rest: TrainedMatrices, experts: ModelShape) -> TrainedMatrices:
+    """Return the trained matrices of a model with a part of its experts."""
+    fused = trained_matrices(experts)
+    return replace(rest, largest_fused=fused.largest_fused, smallest_fused=fused.smallest_fused)
 
 
 def _part_of_stage(shape: ModelShape, size: int) -> ModelShape:

@@ -25,6 +25,7 @@ from paceline.models.blocks import base_model
 from paceline.models.kernels.attention_choice import SDPA
 from paceline.models.kernels.layer_kernels import has_attention, layer_kernels
 from paceline.models.shape.activations import Activations, language_activations
+from paceline.models.shape.adapter_memory import merged_experts
 from paceline.models.shape.dims import dims_of
 from paceline.models.tensor_plan.style import HEAD, uses_sequence_parallel
 from paceline.parallel.registry import estimate_cost, get_spec
@@ -207,6 +208,8 @@ def _activations(trainer: Trainer) -> Activations | None:
             spec.layout.axes.pipeline,
             shape.splits_tokens,
         ),
+        merged=merged_experts(shape),
+        expert_ranks=spec.layout.axes.expert,
     )
 
 
