@@ -12,6 +12,7 @@ from paceline.config.diff import OTHER_TRAINING
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.limits.idle import notices_of_idle_axes
 from paceline.parallel.registry import STRATEGIES, get_spec, layout, load_object, mode_of
 from paceline.parallel.strategy import Strategy
 
@@ -120,3 +121,22 @@ def test_registry_does_not_import_torch() -> None:
 def test_auto_does_not_choose_modes_that_change_training() -> None:
     not_chosen = {name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto}
     assert not_chosen == {"dp", "deepspeed", *OTHER_TRAINING}
+
+
+@pytest.mark.parametrize(
+    ("settings", "axis"),
+    [
+        ({"context_method": "gather"}, "context"),
+        ({"sequence_parallel": True}, "tensor"),
+        ({"tensor_plan": {"layers.*.mlp.up_proj": "colwise"}}, "tensor"),
+        ({"pipeline_schedule": "gpipe"}, "pipeline"),
+        ({"stages_per_rank": 4}, "pipeline"),
+    ],
+)
+def test_settings_of_an_axis_have_an_effect_only_with_it(
+    settings: dict[str, Any], axis: str
+) -> None:
+    parallel = Parallel(**settings)
+    notices = list(notices_of_idle_axes(parallel, ParallelDims(data=2)))
+    assert [notice.values["axis"] for notice in notices] == [axis]
+    assert not list(notices_of_idle_axes(parallel, ParallelDims(**{axis: 2})))
