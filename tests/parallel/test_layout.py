@@ -1,6 +1,7 @@
 """From the `parallel` section of a config to the device mesh, and errors for sizes that do not
 fit."""
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -94,6 +95,45 @@ def test_rejects_sizes_that_do_not_fit(
         layout(Parallel(**settings), devices)
     for fragment in fragments:
         assert fragment in caught.value.paragraph()
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "advice"),
+    [
+        ({"tensor": 3}, 4, "set `parallel.num_gpus: 3`, or leave out `parallel.tensor`"),
+        (
+            {"mode": "tensor", "data": 3},
+            4,
+            "set `parallel.num_gpus: 3`, or leave out `parallel.data`",
+        ),
+        (
+            {"mode": "pipeline", "pipeline": 4, "data": 4},
+            4,
+            "set `parallel.num_gpus: 16`, or leave out `parallel.data` or `parallel.pipeline`",
+        ),
+        ({"data": 2, "tensor": 4}, 4, "set `parallel.num_gpus: 8`, or leave out `parallel.data`"),
+        ({"data": 3, "tensor": 3}, 4, "set `parallel.num_gpus: 9`"),
+        (
+            {"tensor": 3, "nnodes": 2},
+            8,
+            "set `parallel.num_gpus: 3`, or leave out `parallel.tensor`",
+        ),
+        ({"data": 1, "tensor": 3, "nnodes": 2}, 4, "change the sizes, or `parallel.nnodes`"),
+        ({"mode": "single"}, 2, "set `parallel.num_gpus: 1`"),
+    ],
+)
+def test_advice_names_only_axes_that_are_set(
+    settings: dict[str, Any], devices: int, advice: str
+) -> None:
+    with raises_error(ConfigError, code="axes-do-not-fit-ranks") as caught:
+        layout(Parallel(**settings), devices)
+    assert caught.value.fix == advice
+    parallel = Parallel(**settings)
+    hosts = parallel.hosts[1]
+    for number in re.findall(r"num_gpus: (\d+)", advice):
+        layout(parallel, int(number) * hosts)
+    for axis in re.findall(r"`parallel.(data|tensor|pipeline)`", advice):
+        layout(parallel.model_copy(update={axis: None}), devices)
 
 
 def test_registered_modes_and_strategy_specs() -> None:
