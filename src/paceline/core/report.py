@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -225,11 +225,13 @@ class LmEvalReport(TypedDict, total=False):
 
 class ContextReport(TypedDict):
     """Context parallelism: the number of ranks that divide each row, how they exchange keys and
-    values, and why in this way."""
+    values, and why in this way; with the head sizes of layers that use ``gather`` instead of
+    ``ring``."""
 
     size: int
     method: str
     why: str
+    gathered_head_sizes: NotRequired[list[int]]
 
 
 class HubUpload(TypedDict):
