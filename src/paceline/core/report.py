@@ -180,12 +180,14 @@ class ExpertReport(TypedDict, total=False):
     """The experts over all attempts of the run. ``size``: number of ranks that the experts of a
     layer are divided among. ``max_over_mean``: the largest ratio of an expert's tokens to the mean
     of its layer. ``from_step``: set if only the steps after it are counted, because the run resumed
-    from a checkpoint without these counts."""
+    from a checkpoint without these counts. ``with_padding``: number of tokens, over all layers, of
+    which Paceline does not know whether they are padding; set if there are any."""
 
     size: int
     layers: list[ExpertTokens]
     max_over_mean: float | None
     from_step: int
+    with_padding: int
 
 
 class _AlwaysReported(TypedDict):
