@@ -99,7 +99,10 @@ def test_padding_that_cannot_be_told_is_counted_and_reported(
     batch = make_batch()
     row = {name: tensor[:1] for name, tensor in batch.items()}
     recorder = ExpertRecorder(
-        counter, SimpleNamespace(has_data=False), Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu")), False
+        counter,
+        SimpleNamespace(has_data=False),
+        Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu")),
+        False,
     )
     with counter.counting(batch):  # a task that passes one row after the other
         model(**row)

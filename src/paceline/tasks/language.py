@@ -232,7 +232,13 @@ class LanguageTask(Task):
 
     def _choose_packing(self, model: Any) -> PackingChoice:
         device = next(model.parameters()).device
-        return choose_packing(model, device, self.config, self.device_type)
+        return choose_packing(
+            model,
+            device,
+            self.config,
+            self.device_type,
+            divides_rows=self.place is not None,
+        )
 
     def _choose_rows(self, packing: PackingChoice) -> list[Notice]:
         if packing.rows != "none":
