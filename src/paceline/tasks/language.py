@@ -45,7 +45,11 @@ from paceline.models.context.setup import divide_attention, mixed_samples
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.router_coefficient import check_task_of_router_loss
-from paceline.models.head.router_loss import RouterLoss, find_router_loss
+from paceline.models.head.router_loss import (
+    RouterLoss,
+    find_router_loss,
+    is_deterministic,
+)
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.split_vocabulary import split_vocabulary
 from paceline.models.head.transform import choose_transform, output_head
@@ -165,6 +169,7 @@ class LanguageTask(Task):
         self._router_loss = find_router_loss(base, self.config)
         if self._router_loss is not None:
             self.total_names = self._router_loss.total_names
+            self.sums_own_totals = is_deterministic(base_model(model), self.config)
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):
             text = UserText(
@@ -313,9 +318,14 @@ class LanguageTask(Task):
             inputs["logits_to_keep"] = 1
         with self._forward_context(batch):
             router_logits = model(**inputs).router_logits
+        return self._router_totals(self._router_loss, router_logits, batch)
+
+    def _router_totals(
+        self, router_loss: RouterLoss, router_logits: Sequence[torch.Tensor], batch: TokenBatch
+    ) -> dict[str, torch.Tensor]:
         reports_count = self.place is None or self.place.rank == 0
         count = self.count(batch) if reports_count else 0.0
-        return self._router_loss.totals(router_logits, _token_mask(batch), count)
+        return router_loss.totals(router_logits, _token_mask(batch), count)
 
     def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return sums over the tokens with loss: ``loss`` and, with that metric,
@@ -395,8 +405,11 @@ class LanguageTask(Task):
         are known."""
         if self._router_loss is None or "totals" not in batch:
             return loss
-        mask = _token_mask(batch)
-        return loss + self._router_loss.term(output.router_logits, mask, batch["totals"])
+        totals, logits = batch["totals"], output.router_logits
+        if not totals:  # of this batch alone
+            with torch.no_grad():
+                totals = self._router_totals(self._router_loss, logits, batch)
+        return loss + self._router_loss.term(logits, _token_mask(batch), totals)
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
         """Return the arguments of the model."""

@@ -32,9 +32,9 @@ def check_context_model(model: Any, config: Config, dims: ParallelDims) -> None:
     if recurrent:
         kinds = ", ".join(sorted({type(mixer).__name__ for mixer in recurrent}))
         raise unsupported_model(config, dims, _state_reason(kinds))
-    kinds = sorted({type(layer).__name__ for layer in base.modules() if _passes_a_state(layer)})
-    if kinds:
-        raise unsupported_model(config, dims, _state_reason(", ".join(kinds)))
+    others = sorted({type(layer).__name__ for layer in base.modules() if _passes_a_state(layer)})
+    if others:
+        raise unsupported_model(config, dims, _state_reason(", ".join(others)))
     if getattr(base.config.get_text_config(), "attention_chunk_size", None):
         reason = UserText("it computes attention in chunks of a row", code="attention-in-chunks")
         raise unsupported_model(config, dims, reason)
