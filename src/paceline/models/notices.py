@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.config.schema import Config
-from paceline.core.texts import UserText
 from paceline.models.adapters.lora import Notice, adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import config_numbers

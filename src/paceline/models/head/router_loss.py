@@ -77,8 +77,8 @@ class RouterLoss:
         """Return the notice that the loss is trained."""
         return UserText(
             "loss: with {coefficient} times the auxiliary loss that balances the experts, over the"
-            " global batch; it takes one more forward pass per micro-batch, except for a step of one"
-            " micro-batch without dropout on one rank",
+            " global batch; it takes one more forward pass per micro-batch, except for a step of"
+            " one micro-batch without dropout on one rank",
             code="router-loss",
             coefficient=f"{self.coefficient:g}",
         )

@@ -10,7 +10,6 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Limit
 
-
 #: Optimizers that compute the update of a matrix from the whole matrix.
 _OF_MATRICES = ("muon", "adafactor")
 
