@@ -1,5 +1,6 @@
 """The first support table: three steps of training for each cell that says yes, on ranks that run
-all cells of a column, and the reason on the page for each other cell."""
+one cell after the other, and the reason on the page for each other cell. Offloading needs an
+accelerator: its cells are trained in `tests/simulated_cuda/test_features.py`."""
 
 import os
 import time
@@ -33,6 +34,10 @@ from paceline.train.setup import run_rank
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 ROWS = {name: (mode, dims, parallel) for name, mode, dims, parallel in support_table.rows()}
+#: Columns that are trained here. A CPU has no offloading.
+ON_CPU = [
+    name for name, column in COLUMNS.items() if "cpu_offload" not in column.get("parallel", {})
+]
 #: Columns that change the training of each mode.
 OTHER_COLUMNS = ("`compression`",)
 #: Two workers, and one server with `parameter_server`.
@@ -119,7 +124,6 @@ class Cell:
                 **settings.get("parallel", {}),
             },
         }
-        # Offloading, which the launcher turns off on a CPU, is left on.
         devices = Devices("cpu", dims.size)
         draft = Draft(load_config(None, config), time.time(), allow_config_change=True,
                       host=Host(devices))  # fmt: skip
@@ -213,7 +217,7 @@ def train_cells(cells: list[Cell]) -> dict[Cell, str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_each_cell(part: int, tmp_path: Path) -> None:
-    columns = list(COLUMNS)[part::NUM_PARTS]
+    columns = ON_CPU[part::NUM_PARTS]
     make_model("mixtral", tmp_path)
     cells = [Cell(row, column, tmp_path) for column in columns for row in ROWS]
     refused = [cell for cell in cells if cell.reason is not None]
@@ -222,6 +226,14 @@ def test_each_cell(part: int, tmp_path: Path) -> None:
     assert len(problems) == len(columns) * len(ROWS)
     found = {(cell.row, cell.column): text for cell, text in problems.items() if text}
     assert not found, found
+
+
+def test_reasons_against_offloading_are_printed() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for column in COLUMNS.keys() - set(ON_CPU):
+        reasons = [support_table.reason_against(*row, COLUMNS[column]) for row in ROWS.values()]
+        assert None in reasons
+        assert all(reason is None or support_table.is_printed(reason, page) for reason in reasons)
 
 
 def test_rows_accept_mixed_devices_as_the_table_says() -> None:
