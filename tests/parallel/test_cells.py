@@ -159,9 +159,17 @@ def train(specs: list[RunSpec]) -> list[str]:
     """Run specs on the same started ranks, and return the errors of each."""
     if not specs:
         return []
-    work = [(spec, free_port()) for spec in specs]
-    by_rank = run_ranks(run_specs, NUM_RANKS, work, timeout_s=1200.0, init_process_group=False)
-    return ["; ".join(filter(None, errors)) for errors in zip(*by_rank, strict=True)]
+    errors: dict[int, str] = {}
+    # The ranks of a parameter server are started anew for each run.
+    shared = [number for number, spec in enumerate(specs) if spec.layout.num_processes < NUM_RANKS]
+    alone = [[number] for number in range(len(specs)) if number not in shared]
+    for numbers in filter(None, [shared, *alone]):
+        work = [(specs[number], free_port()) for number in numbers]
+        num_ranks = max(spec.layout.num_processes for spec, _ in work)
+        by_rank = run_ranks(run_specs, num_ranks, work, timeout_s=1200.0, init_process_group=False)
+        for number, found in zip(numbers, zip(*by_rank, strict=True), strict=True):
+            errors[number] = "; ".join(filter(None, found))
+    return [errors[number] for number in range(len(specs))]
 
 
 def plans(cell: Cell) -> Iterator[RunSpec]:

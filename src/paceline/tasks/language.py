@@ -45,11 +45,7 @@ from paceline.models.context.setup import divide_attention, mixed_samples
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.router_coefficient import check_task_of_router_loss
-from paceline.models.head.router_loss import (
-    RouterLoss,
-    find_router_loss,
-    is_deterministic,
-)
+from paceline.models.head.router_loss import RouterLoss, find_router_loss, is_deterministic
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.split_vocabulary import split_vocabulary
 from paceline.models.head.transform import choose_transform, output_head
@@ -236,14 +232,8 @@ class LanguageTask(Task):
         return [("warning", text)]
 
     def _choose_packing(self, model: Any) -> PackingChoice:
-        device = next(model.parameters()).device
-        return choose_packing(
-            model,
-            device,
-            self.config,
-            self.device_type,
-            divides_rows=self.place is not None,
-        )
+        device, divides = next(model.parameters()).device, self.place is not None
+        return choose_packing(model, device, self.config, self.device_type, None, divides)
 
     def _choose_rows(self, packing: PackingChoice) -> list[Notice]:
         if packing.rows != "none":
@@ -321,11 +311,10 @@ class LanguageTask(Task):
         return self._router_totals(self._router_loss, router_logits, batch)
 
     def _router_totals(
-        self, router_loss: RouterLoss, router_logits: Sequence[torch.Tensor], batch: TokenBatch
+        self, loss: RouterLoss, router_logits: Sequence[torch.Tensor], batch: TokenBatch
     ) -> dict[str, torch.Tensor]:
-        reports_count = self.place is None or self.place.rank == 0
-        count = self.count(batch) if reports_count else 0.0
-        return router_loss.totals(router_logits, _token_mask(batch), count)
+        count = self.count(batch) if self.place is None or self.place.rank == 0 else 0.0
+        return loss.totals(router_logits, _token_mask(batch), count)
 
     def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return sums over the tokens with loss: ``loss`` and, with that metric,

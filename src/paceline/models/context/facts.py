@@ -35,7 +35,7 @@ class AttentionFacts:
         has_chunks: whether layers attend within chunks of a row.
         fixed_positions: number of tokens of a sample up to which position embeddings do not depend
             on the longest position in the tokens that are computed together; None: they never do.
-        largest_head_size: largest size of a head, if that of some layers is larger; else 0.
+        largest_head_size: largest size of a head, if some layers have larger heads; else 0.
         common_heads: greatest common divisor of the numbers of query heads of the layers, if they
             differ; else 0.
     """

@@ -98,7 +98,7 @@ class ExpertCounter:
             row.scatter_add_(0, flat, ones)
 
     def _count_unmasked(self, num_tokens: int, mask: torch.Tensor) -> None:
-        """Count tokens of which it is not known whether they are padding, and say so once."""
+        """Count tokens that may be padding, and say so once."""
         has_padding = (mask == 0).any().to(self.unmasked.device)
         with self._lock:
             self.unmasked.add_(has_padding * num_tokens)

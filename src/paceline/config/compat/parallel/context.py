@@ -1,7 +1,7 @@
 """Combine the keys of other tools for the number of ranks that a row of tokens is divided among.
 
-Some tools divide a row twice and multiply both sizes. Others have two ways to divide it, of which a
-run uses one.
+Some tools divide a row twice and multiply both sizes. Others have two ways to divide it, and
+a run uses one.
 """
 
 from collections.abc import Mapping
