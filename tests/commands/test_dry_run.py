@@ -49,3 +49,21 @@ def test_full_prints_all_keys_and_loads_to_the_same_config(
 def test_full_needs_a_dry_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", *ARGS, "--full"]) == 2
     assert "add `--dry-run`" in capfd.readouterr().err
+
+
+def test_settings_of_an_axis_that_the_run_lacks_are_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, errors = print_dry_run(
+        tmp_path / "run",
+        capfd,
+        "parallel.mode=ddp",
+        "parallel.num_gpus=2",
+        "parallel.context_method=ring",
+        "parallel.sequence_parallel=true",
+        "parallel.pipeline_schedule=1f1b",
+    )
+    text = " ".join(errors.split())
+    assert "`parallel.context_method: ring` has no effect: this run has no axis `context`" in text
+    assert "`parallel.sequence_parallel: true` has no effect: this run has no axis `tensor`" in text
+    assert "pipeline_schedule" not in text  # its default

@@ -201,6 +201,15 @@ ND = (
                 "ring_attention_size",
             )
         ),
+        ("ulysses_parallel_size: 2\nring_attention_size: 4", {"context": 8}),
+        ("ulysses_parallel_size: 2\nring_attention_size: 1", {"context": 2}),
+        ("context_parallel_size: 2\nsequence_parallel_degree: 2", {"context": 2}),
+        (
+            "sequence_parallel_size: 8\nulysses_parallel_size: 2\nring_attention_size: 4",
+            {"context": 8},
+        ),
+        ("cp_size: 2\nsequence_parallel_size: 1", {"context": 2}),
+        ("parallelism_config: {cp_size: 2, sp_size: 1}", {"context": 2}),
         ("cp_size: 2\ncp_mode: ulysses", {"context": 2, "context_method": "ulysses"}),
         (
             "context_parallel_size: 4\nring_attn_func: varlen_llama3",
@@ -302,6 +311,21 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
     ("text", "expected"),
     [
         ("cp_size: 2\ncp_mode: pipelined", "not a method of context parallelism"),
+        ("cp_size: 2\nsequence_parallel_size: 2", "`cp_size: 2` (line 3) divides rows too"),
+        ("cp_size: 2\nsequence_parallel_size: 4", "`sequence_parallel_size: 4`"),
+        (
+            "parallelism_config_cp_size: 2\nparallelism_config_sp_size: 2",
+            "`parallelism_config_cp_size: 2` (line 3) divides rows too",
+        ),
+        (
+            "parallelism_config: {cp_size: 2}\nparallelism_config_sp_size: 2",
+            "parallelism_config_sp_size: 2`: `parallelism_config",
+        ),
+        (
+            "parallelism_config: {cp_size: 2, sp_size: 2}",
+            "`cp_size` and `sp_size` in it both set `parallel.context`",
+        ),
+        ("ulysses_parallel_size: 2\nring_attention_size: 2\ncp_size: 2", "disagree"),
         ("deepspeed_autotp_size: 2", "mode: hybrid, tensor: 2"),
         ("zero_hpz_partition_size: 8", "secondary partition"),
         ("distributed_type: MEGATRON_LM", "Megatron-LM"),
@@ -500,3 +524,16 @@ def test_reset_mode_is_named_in_the_notice_of_a_deepspeed_json(load: Load, in_fo
     file = BASE + "parallel: {mode: deepspeed, deepspeed_config: ds_z2.json}"
     loaded = load(file, ["parallel.mode="])
     assert any("and the mode is auto" in text for _, text in loaded.notices)
+
+
+def test_sizes_of_the_file_and_of_the_command_line_are_multiplied(load: Load) -> None:
+    text = f"{BASE}ulysses_parallel_size: 2\nring_attention_size: 2\n"
+    loaded = load(text, ["ring_attention_size=4"])
+    assert parallel_settings(loaded) == {"context": 8}
+    notices = [notice for _, notice in loaded.notices]
+    assert any(notice.endswith("times `ulysses_parallel_size: 2`") for notice in notices)
+    assert any("is a factor of `parallel.context: 8`" in notice for notice in notices)
+    assert parallel_settings(load(f"{BASE}cp_size: 2\n", ["sequence_parallel_size=4"])) == {
+        "context": 4
+    }
+    assert parallel_settings(load(text, ["parallel.context=2"])) == {"context": 2}

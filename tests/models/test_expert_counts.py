@@ -1,12 +1,17 @@
 """The tokens of each expert are counted once, without padding and without repeated passes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families import build_model
 from torch.utils.checkpoint import checkpoint
 
+from paceline.distributed.communicator import Communicator
+from paceline.distributed.environment import RankEnv
 from paceline.models.experts.counts import count_experts, record_aux_loss
 from paceline.models.experts.layers import find_expert_layers
+from paceline.train.callbacks.experts import ExpertRecorder
 
 LENGTHS = (12, 5)
 NUM_TOKENS = sum(LENGTHS)
@@ -83,3 +88,37 @@ def test_dense_models_have_no_counter() -> None:
     model = build_model("qwen2")
     assert find_expert_layers(model) == []
     assert count_experts(model, torch.device("cpu")) is None
+
+
+def test_padding_that_cannot_be_told_is_counted_and_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = build_model("mixtral").train()
+    counter = count_experts(model, torch.device("cpu"))
+    assert counter is not None
+    batch = make_batch()
+    row = {name: tensor[:1] for name, tensor in batch.items()}
+    recorder = ExpertRecorder(
+        counter,
+        SimpleNamespace(has_data=False),
+        Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu")),
+        False,
+    )
+    with counter.counting(batch):  # a task that passes one row after the other
+        model(**row)
+        model(**row)
+    assert [getattr(record.msg, "code", None) for record in caplog.records] == [
+        "experts-count-padding"
+    ]
+    assert int(counter.unmasked) == 2 * 2 * max(LENGTHS)  # two rows in two layers
+    recorder.on_step_end(SimpleNamespace(outcome="updated"), None)
+    recorder.update_total()
+    assert recorder.report(1)["with_padding"] == 2 * 2 * max(LENGTHS)
+    resumed = ExpertRecorder(recorder.counter, recorder.strategy, recorder.world, False)
+    resumed.load_state_dict(recorder.state_dict())
+    resumed.update_total()
+    assert resumed.report(1)["with_padding"] == 2 * 2 * max(LENGTHS)
+    whole = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+    with counter.counting(whole):  # no padding, so nothing is wrong
+        model(**row)
+    assert int(counter.unmasked) == 0

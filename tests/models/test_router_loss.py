@@ -16,7 +16,6 @@ from paceline.models.head.router_coefficient import (
     coefficient_of,
 )
 from paceline.models.head.router_loss import RouterLoss, find_router_loss
-from paceline.models.notices import model_notices
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe")
 LENGTHS = (12, 3, 7, 9)
@@ -86,8 +85,10 @@ def test_models_and_layouts_without_this_loss_are_refused(tmp_path: Path) -> Non
     build_model("mixtral").config.save_pretrained(tmp_path / "mixture")
     dense = config_for(str(tmp_path / "dense"), router_aux_loss_coef=0.01)
     assert coefficient_of(dense) == 0.0
-    (_, warning), *_ = model_notices(build_model("qwen2"), dense)
-    assert "the model has no experts" in warning
+    with raises_error(ConfigError, code="router-loss-not-supported", naming="has no experts"):
+        check_task_of_router_loss(dense)
+    check_task_of_router_loss(config_for(str(tmp_path / "dense"), router_aux_loss_coef=0.0))
+    check_task_of_router_loss(config_for(str(tmp_path / "dense")))
     other = config_for(str(tmp_path / "other"), router_aux_loss_coef=0.01)
     with raises_error(ConfigError, code="router-loss-not-supported", naming="other"):
         find_router_loss(build_model("deepseek_v3"), other)

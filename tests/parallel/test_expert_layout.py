@@ -1,12 +1,16 @@
 """The ranks that divide the experts: their groups, the layouts, and what is refused."""
 
+from typing import get_args
+
 import pytest
 from raised import raises_error
 
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
+from paceline.config.schema.train_args_sections import OptimizerName
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import EXPERT, EXPERT_COPIES, ParallelDims
+from paceline.parallel.limits.experts import EXPERTS
 from paceline.parallel.registry import check_strategy, layout
 from paceline.verify.modes import make_mode
 
@@ -60,3 +64,10 @@ def test_other_settings_are_refused(settings: dict[str, dict[str, str | bool]]) 
     config = Config.model_validate({"model": "m", "dataset": ["d"], **settings})
     with raises_error(ConfigError, code="not-supported"):
         check_strategy("hybrid", config, ParallelDims(data=4, expert=2))
+
+
+def test_error_names_every_optimizer_that_works() -> None:
+    limit = next(each for each in EXPERTS if each.setting == "train_args.optim")
+    assert limit.allowed is not None
+    assert set(limit.allowed.split(", ")) | {"muon", "adafactor"} == set(get_args(OptimizerName))
+    assert "adamw_8bit" in limit.allowed

@@ -1,6 +1,7 @@
 """From the `parallel` section of a config to the device mesh, and errors for sizes that do not
 fit."""
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from paceline.config.diff import OTHER_TRAINING
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.limits.idle import notices_of_idle_axes
 from paceline.parallel.registry import STRATEGIES, get_spec, layout, load_object, mode_of
 from paceline.parallel.strategy import Strategy
 
@@ -95,6 +97,45 @@ def test_rejects_sizes_that_do_not_fit(
         assert fragment in caught.value.paragraph()
 
 
+@pytest.mark.parametrize(
+    ("settings", "devices", "advice"),
+    [
+        ({"tensor": 3}, 4, "set `parallel.num_gpus: 3`, or leave out `parallel.tensor`"),
+        (
+            {"mode": "tensor", "data": 3},
+            4,
+            "set `parallel.num_gpus: 3`, or leave out `parallel.data`",
+        ),
+        (
+            {"mode": "pipeline", "pipeline": 4, "data": 4},
+            4,
+            "set `parallel.num_gpus: 16`, or leave out `parallel.data` or `parallel.pipeline`",
+        ),
+        ({"data": 2, "tensor": 4}, 4, "set `parallel.num_gpus: 8`, or leave out `parallel.data`"),
+        ({"data": 3, "tensor": 3}, 4, "set `parallel.num_gpus: 9`"),
+        (
+            {"tensor": 3, "nnodes": 2},
+            8,
+            "set `parallel.num_gpus: 3`, or leave out `parallel.tensor`",
+        ),
+        ({"data": 1, "tensor": 3, "nnodes": 2}, 4, "change the sizes, or `parallel.nnodes`"),
+        ({"mode": "single"}, 2, "set `parallel.num_gpus: 1`"),
+    ],
+)
+def test_advice_names_only_axes_that_are_set(
+    settings: dict[str, Any], devices: int, advice: str
+) -> None:
+    with raises_error(ConfigError, code="axes-do-not-fit-ranks") as caught:
+        layout(Parallel(**settings), devices)
+    assert caught.value.fix == advice
+    parallel = Parallel(**settings)
+    hosts = parallel.hosts[1]
+    for number in re.findall(r"num_gpus: (\d+)", advice):
+        layout(parallel, int(number) * hosts)
+    for axis in re.findall(r"`parallel.(data|tensor|pipeline)`", advice):
+        layout(parallel.model_copy(update={axis: None}), devices)
+
+
 def test_registered_modes_and_strategy_specs() -> None:
     assert mode_of(Parallel()) == "auto"
     assert mode_of(Parallel(mode="fsdp")) == "zero3"
@@ -120,3 +161,22 @@ def test_registry_does_not_import_torch() -> None:
 def test_auto_does_not_choose_modes_that_change_training() -> None:
     not_chosen = {name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto}
     assert not_chosen == {"dp", "deepspeed", *OTHER_TRAINING}
+
+
+@pytest.mark.parametrize(
+    ("settings", "axis"),
+    [
+        ({"context_method": "gather"}, "context"),
+        ({"sequence_parallel": True}, "tensor"),
+        ({"tensor_plan": {"layers.*.mlp.up_proj": "colwise"}}, "tensor"),
+        ({"pipeline_schedule": "gpipe"}, "pipeline"),
+        ({"stages_per_rank": 4}, "pipeline"),
+    ],
+)
+def test_settings_of_an_axis_have_an_effect_only_with_it(
+    settings: dict[str, Any], axis: str
+) -> None:
+    parallel = Parallel(**settings)
+    notices = list(notices_of_idle_axes(parallel, ParallelDims(data=2)))
+    assert [notice.values["axis"] for notice in notices] == [axis]
+    assert not list(notices_of_idle_axes(parallel, ParallelDims(**{axis: 2})))

@@ -1,6 +1,7 @@
 """Test features of runs on simulated CUDA devices: checkpoints, offloading, evaluation, generation,
 the watchdog, `paceline doctor`, and the error for a tensor on a wrong device."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from device_runs import VARIABLES, run_on, train_on
 from switches import FULL, FULL_FP16, LAYOUTS, LORA_BF16, TOLERANCES, Layout, Switches
 
 from paceline.models.builtin import resolve_model
+from paceline.parallel.support_table import reason_against
 
 pytestmark = pytest.mark.slow
 
@@ -38,15 +40,24 @@ def test_resumed_run_has_the_digest_of_an_uninterrupted_run(layout: Layout, tmp_
     assert digest(tmp_path / "resumed") == digest(tmp_path / "whole")
 
 
+#: Each cell of the support table with offloading.
+OFFLOADS = [
+    (layout, offload)
+    for layout, offload in itertools.product(LAYOUTS, ("optimizer", "all", "activations"))
+    if reason_against(
+        layout.mode, layout.dims, layout.settings, {"parallel": {"cpu_offload": offload}}
+    )
+    is None
+]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("name", "offload"),
-    [("zero3", "all"), ("zero2", "all"), ("deepspeed-3", "all"), ("deepspeed-2", "optimizer")],
+    ("layout", "offload"), OFFLOADS, ids=[f"{layout.name}-{name}" for layout, name in OFFLOADS]
 )
 def test_offloading_does_not_change_the_losses(
-    name: str, offload: str, cpu_losses: Reference, tmp_path: Path
+    layout: Layout, offload: str, cpu_losses: Reference, tmp_path: Path
 ) -> None:
-    layout = layout_of(name)
     args = (*layout.args, *FULL.args, f"parallel.cpu_offload={offload}")
     stderr = train_on("cuda", tmp_path / "run", *args)
     assert "has no effect" not in stderr

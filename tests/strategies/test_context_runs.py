@@ -164,7 +164,11 @@ def test_checkpoints_move_between_divisions(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("mamba", "passes a state from each token"), ("recurrent_gemma", "mixes samples")],
+    [
+        ("mamba", "passes a state from each token"),
+        ("recurrent_gemma", "mixes samples"),
+        ("stablelm", "mixes samples"),
+    ],
 )
 def test_ranks_refuse_models_that_need_whole_rows(family: str, reason: str, tmp_path: Path) -> None:
     # The check before the ranks start is ended when the data is read, as it is here.

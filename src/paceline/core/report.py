@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -235,12 +235,14 @@ class ExpertReport(TypedDict, total=False):
     """The experts over all attempts of the run. ``size``: number of ranks that the experts of a
     layer are divided among. ``max_over_mean``: the largest ratio of an expert's tokens to the mean
     of its layer. ``from_step``: set if only the steps after it are counted, because the run resumed
-    from a checkpoint without these counts."""
+    from a checkpoint without these counts. ``with_padding``: number of tokens, over all layers, of
+    which Paceline does not know whether they are padding; set if there are any."""
 
     size: int
     layers: list[ExpertTokens]
     max_over_mean: float | None
     from_step: int
+    with_padding: int
 
 
 class _AlwaysReported(TypedDict):
@@ -280,11 +282,13 @@ class LmEvalReport(TypedDict, total=False):
 
 class ContextReport(TypedDict):
     """Context parallelism: the number of ranks that divide each row, how they exchange keys and
-    values, and why in this way."""
+    values, and why in this way; with the head sizes of layers that use ``gather`` instead of
+    ``ring``."""
 
     size: int
     method: str
     why: str
+    gathered_head_sizes: NotRequired[list[int]]
 
 
 class HubUpload(TypedDict):

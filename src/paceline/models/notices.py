@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.config.schema import Config
-from paceline.core.texts import UserText
 from paceline.models.adapters.lora import Notice, adapter_notices
 from paceline.models.blocks import base_model
 from paceline.models.builtin import config_numbers
@@ -30,12 +29,6 @@ def model_notices(model: Any, config: Config) -> list[Notice]:
     router_loss = find_router_loss(base_model(model), config)
     if router_loss is not None:
         notices.append(("info", router_loss.notice()))
-    elif config.train_args.router_aux_loss_coef:
-        text = UserText(
-            "`train_args.router_aux_loss_coef` has no effect: the model has no experts",
-            code="router-loss-without-experts",
-        )
-        notices.append(("warning", text))
     losses = _left_out_losses(
         settings.to_dict() | settings.get_text_config().to_dict(),
         has_router_loss=router_loss is not None or config.train_args.router_aux_loss_coef == 0,

@@ -163,33 +163,76 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Par
             unsupported=" and ".join(unsupported),
             name=name,
         )
-    replicas, rest = divmod(num_devices, math.prod(sizes.values()))
-    if main in sizes and "data" in others and "data" not in sizes and rest == 0:
-        sizes["data"] = replicas  # replicas use the remaining ranks
-    others_size = math.prod(size for key, size in sizes.items() if key != main)
-    size = sizes.get(main, num_devices // others_size if num_devices % others_size == 0 else 0)
-    if spec.single_device:
-        size = 1
-    if size * others_size != num_devices and not (spec.single_device and num_devices == 1):
-        product = " × ".join(f"`parallel.{key}: {value}`" for key, value in sizes.items())
-        divisors = [str(each) for each in range(1, num_devices + 1) if num_devices % each == 0]
-        raise ConfigError(
-            "{product} does not make {num_devices:rank}",
-            code="axes-do-not-fit-ranks",
-            allowed="sizes of {main} whose product is {num_devices} (its divisors: {divisors})",
-            fix="set `parallel.num_gpus: {fitting}`, or leave `parallel.{axis}` out: it gets the"
-            " remaining ranks",
-            product=product or name,
-            num_devices=num_devices,
-            main=", ".join((main, *others)),
-            divisors=", ".join(divisors),
-            fitting=max(1, size) * others_size,
-            axis=main,
-        )
+    size, sizes = _sizes_of_mesh(parallel, spec, num_devices)
+    product = size * math.prod(sizes.values())
+    if product != num_devices:
+        raise _sizes_do_not_fit(parallel, spec, num_devices, product or math.prod(sizes.values()))
     axes = ParallelDims(**{**sizes, main: size})
     if parallel.expert is not None and parallel.expert > 1:
         axes = with_experts(axes, parallel.expert, name)
     return ParallelLayout(name, axes, 1 if spec.single_process else num_devices)
+
+
+def _sizes_of_mesh(
+    parallel: Parallel, spec: StrategySpec, num_devices: int
+) -> tuple[int, dict[str, int]]:
+    """Return the size of the main dimension, 0 if no size fits, and the sizes of the others."""
+    sizes: dict[str, int] = {
+        key: getattr(parallel, key) for key in AXIS_KEYS if getattr(parallel, key) is not None
+    }
+    replicas, rest = divmod(num_devices, math.prod(sizes.values()))
+    if spec.main_dim in sizes and "data" in spec.extra_dims and "data" not in sizes and rest == 0:
+        sizes["data"] = replicas  # replicas use the remaining ranks
+    size = sizes.pop(spec.main_dim, None)
+    if spec.single_device:
+        return 1, sizes
+    if size is None:
+        size, rest = divmod(num_devices, math.prod(sizes.values()))
+        return (0 if rest else size), sizes
+    return size, sizes
+
+
+def _fits(parallel: Parallel, spec: StrategySpec, num_devices: int) -> bool:
+    """Return whether a mesh of these devices has the configured sizes."""
+    size, others = _sizes_of_mesh(parallel, spec, num_devices)
+    return size * math.prod(others.values()) == num_devices
+
+
+def _sizes_do_not_fit(
+    parallel: Parallel, spec: StrategySpec, num_devices: int, product: int
+) -> ConfigError:
+    """Return the error that no mesh of these devices has the configured sizes. Its advice names
+    only axes that are set, and numbers of devices that fit.
+
+    Args:
+        product: product of the sizes.
+    """
+    sizes = {key: getattr(parallel, key) for key in AXIS_KEYS if getattr(parallel, key)}
+    hosts = parallel.hosts[1]
+    fitting = math.lcm(product, hosts)
+    advice = []
+    if _fits(parallel, spec, fitting):
+        advice.append(f"set `parallel.num_gpus: {fitting // hosts}`")
+    excess = [
+        f"`parallel.{key}`"
+        for key in sizes
+        if _fits(parallel.model_copy(update={key: None}), spec, num_devices)
+    ]
+    if excess:
+        advice.append(f"leave out {' or '.join(excess)}")
+    divisors = [str(each) for each in range(1, num_devices + 1) if num_devices % each == 0]
+    return ConfigError(
+        "{product} does not make {num_devices:rank}",
+        code="axes-do-not-fit-ranks",
+        allowed="sizes of {main} whose product is {num_devices} (its divisors: {divisors})",
+        fix="{advice}",
+        product=" × ".join(f"`parallel.{key}: {size}`" for key, size in sizes.items())
+        or f"`parallel.mode: {spec.name}`",
+        num_devices=num_devices,
+        main=", ".join((spec.main_dim, *spec.extra_dims)),
+        divisors=", ".join(divisors),
+        advice=", or ".join(advice) or "change the sizes, or `parallel.nnodes`",
+    )
 
 
 def get_spec(mode: str) -> StrategySpec:

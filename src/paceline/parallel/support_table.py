@@ -3,7 +3,8 @@
 python -m paceline.parallel.support_table        # update it
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paceline.config.schema import Config
@@ -39,9 +40,8 @@ COLUMNS: dict[str, Settings] = {
     "`balance`": {"parallel": {"balance": "speed"}},
     "`rollback_on_loss_spike`": {"recovery": {"rollback_on_loss_spike": True}},
 }
-
-#: Columns whose reasons are the same for most strategies.
-_FEATURES = [COLUMNS[key] for key in ("`compression`", "`all_reduce_algorithm: ring`", "`balance`")]
+#: A reason that depends on the mode.
+_OF_MODE = re.compile(r"(.+ is not supported with) `parallel\.mode: (\w+)`(?: \([^)]*\))?: (.+)")
 
 
 def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, int]]]:
@@ -118,22 +118,49 @@ def table() -> str:
         "| | " + " | ".join(COLUMNS) + " | mixed devices |",
         "|---|" + "---|" * (len(COLUMNS) + 1),
     ]
-    reasons: dict[str, None] = {}
+    reasons: list[str] = []
     for name, mode, dims, parallel in rows():
         cells = []
         for settings in COLUMNS.values():
             reason = reason_against(mode, dims, parallel, settings)
-            if reason is not None and settings not in _FEATURES:
-                reasons[f"- {reason}."] = None
+            if reason is not None:
+                reasons.append(reason)
             cells.append("–" if reason else "yes")
         cells.append("yes" if STRATEGIES[mode].capabilities.mixed_devices else "–")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    head = (
-        "The reasons, as in the error messages (compression and `all_reduce_algorithm` need"
-        " replicas whose"
-        " gradients are summed in buckets):"
-    )
-    return "\n".join([*lines, "", head, "", *reasons, "", ""])
+    head = "The reasons, as in the error messages, with the values of `parallel.mode`:"
+    return "\n".join([*lines, "", head, "", *_reason_lines(reasons), "", ""])
+
+
+def _reason_lines(reasons: Iterable[str]) -> list[str]:
+    """Return reasons as a list in Markdown. One item stands for all modes with a reason."""
+    modes: dict[tuple[str, str], dict[str, None]] = {}
+    for reason in reasons:
+        setting, mode, why = _parts(reason)
+        modes.setdefault((setting, why), {})[mode] = None
+    return [
+        f"- {setting} {', '.join(f'`{mode}`' for mode in names)}: {why}."
+        if "" not in names
+        else f"- {setting}."
+        for (setting, why), names in modes.items()
+    ]
+
+
+def _parts(reason: str) -> tuple[str, str, str]:
+    """Return a reason as the setting, the mode and why; a reason that does not depend on the mode
+    is the first of them."""
+    match = _OF_MODE.fullmatch(reason)
+    return (reason, "", "") if match is None else (match[1], match[2], match[3])
+
+
+def is_printed(reason: str, page: str) -> bool:
+    """Return whether the page has a reason."""
+    setting, mode, why = _parts(reason)
+    if not mode:
+        return f"- {setting}.\n" in page
+    lines = (line for line in page.splitlines() if line.startswith(f"- {setting} `"))
+    return any(f"`{mode}`" in line.removesuffix(f": {why}.") for line in lines
+               if line.endswith(f": {why}."))  # fmt: skip
 
 
 def updated(page: str) -> str:

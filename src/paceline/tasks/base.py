@@ -272,6 +272,10 @@ class Task:
     #: count. The batch that :meth:`loss` gets has them as ``batch["totals"]``, by name.
     total_names: tuple[str, ...] = ()
 
+    #: Whether :meth:`loss` computes these sums itself for a batch that is the whole global batch.
+    #: It then has no totals.
+    sums_own_totals: bool = False
+
     def totals(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Return the terms of this batch in the sums that :attr:`total_names` names. Called without
         gradients."""

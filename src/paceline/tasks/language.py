@@ -45,7 +45,7 @@ from paceline.models.context.setup import divide_attention, mixed_samples
 from paceline.models.files import check_files, check_hub
 from paceline.models.head.chunked_loss import ChunkedLoss, chunked_loss
 from paceline.models.head.router_coefficient import check_task_of_router_loss
-from paceline.models.head.router_loss import RouterLoss, find_router_loss
+from paceline.models.head.router_loss import RouterLoss, find_router_loss, is_deterministic
 from paceline.models.head.softmax import IGNORED, LogitTransform, weighted_sum
 from paceline.models.head.split_vocabulary import split_vocabulary
 from paceline.models.head.transform import choose_transform, output_head
@@ -165,6 +165,7 @@ class LanguageTask(Task):
         self._router_loss = find_router_loss(base, self.config)
         if self._router_loss is not None:
             self.total_names = self._router_loss.total_names
+            self.sums_own_totals = is_deterministic(base_model(model), self.config)
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):
             text = UserText(
@@ -231,8 +232,8 @@ class LanguageTask(Task):
         return [("warning", text)]
 
     def _choose_packing(self, model: Any) -> PackingChoice:
-        device = next(model.parameters()).device
-        return choose_packing(model, device, self.config, self.device_type)
+        device, divides = next(model.parameters()).device, self.place is not None
+        return choose_packing(model, device, self.config, self.device_type, None, divides)
 
     def _choose_rows(self, packing: PackingChoice) -> list[Notice]:
         if packing.rows != "none":
@@ -307,9 +308,13 @@ class LanguageTask(Task):
             inputs["logits_to_keep"] = 1
         with self._forward_context(batch):
             router_logits = model(**inputs).router_logits
-        reports_count = self.place is None or self.place.rank == 0
-        count = self.count(batch) if reports_count else 0.0
-        return self._router_loss.totals(router_logits, _token_mask(batch), count)
+        return self._router_totals(self._router_loss, router_logits, batch)
+
+    def _router_totals(
+        self, loss: RouterLoss, router_logits: Sequence[torch.Tensor], batch: TokenBatch
+    ) -> dict[str, torch.Tensor]:
+        count = self.count(batch) if self.place is None or self.place.rank == 0 else 0.0
+        return loss.totals(router_logits, _token_mask(batch), count)
 
     def evaluate(self, model: Any, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return sums over the tokens with loss: ``loss`` and, with that metric,
@@ -389,8 +394,11 @@ class LanguageTask(Task):
         are known."""
         if self._router_loss is None or "totals" not in batch:
             return loss
-        mask = _token_mask(batch)
-        return loss + self._router_loss.term(output.router_logits, mask, batch["totals"])
+        totals, logits = batch["totals"], output.router_logits
+        if not totals:  # of this batch alone
+            with torch.no_grad():
+                totals = self._router_totals(self._router_loss, logits, batch)
+        return loss + self._router_loss.term(logits, _token_mask(batch), totals)
 
     def _inputs(self, batch: TokenBatch) -> dict[str, Any]:
         """Return the arguments of the model."""

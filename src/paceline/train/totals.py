@@ -16,6 +16,9 @@ def add_totals(components: TrainComponents, batches: list[MicroBatch]) -> None:
     names = task.total_names
     if not names:
         return
+    if task.sums_own_totals and len(batches) == strategy.count_group.size == 1:
+        batches[0].data["totals"] = {}
+        return
     sums = torch.zeros(len(names), dtype=world.wide_dtype, device=world.device)
     for batch in batches:
 

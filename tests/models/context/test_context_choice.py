@@ -115,3 +115,24 @@ def test_facts_of_known_models(model: str, expected: AttentionFacts) -> None:
     config = read_raw_config(model)
     assert config is not None
     assert attention_facts(config) == expected
+
+
+def test_layers_that_differ_from_the_first_fields() -> None:
+    config = {"num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 2}
+    large = [
+        attention_facts({**config, "head_dim": 256, "global_head_dim": 512}),
+        attention_facts({**config, "per_layer_config": {"1": {"head_dim": 512}}}),
+    ]
+    for facts in large:
+        assert facts.max_head_size == 512
+        assert chosen(facts, device="cpu", requested=RING) == RING
+        with raises_error(ConfigError, code="context-method-not-possible") as raised:
+            chosen(facts, RING)
+        assert raised.value.values["reason.code"] == "context-ring-head-size"
+    heads = attention_facts({**config, "num_attention_heads_per_layer": [8, 6]})
+    assert chosen(heads, ULYSSES, size=2) == ULYSSES
+    with raises_error(ConfigError, code="context-method-not-possible") as raised:
+        chosen(heads, ULYSSES, size=4)
+    assert raised.value.values["reason.code"] == "context-heads"
+    same = attention_facts({**config, "num_attention_heads_per_layer": [8, 8]})
+    assert chosen(same, ULYSSES, size=4) == ULYSSES

@@ -1,6 +1,7 @@
 """What the attention of divided rows supports besides plain attention, and what it refuses."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,23 +12,27 @@ from ranks import run_ranks
 
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.collate import segment_inputs
 from paceline.data.context.rows import divide_row
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.traffic import TRAFFIC, log_calls
 from paceline.models import attention
+from paceline.models.context import attention as context_module
 from paceline.models.context import ring
 from paceline.models.context.attention import (
     context_attention,
     install_context,
 )
 from paceline.models.context.blocks import ring_steps
+from paceline.models.context.choice import ContextMethod
 from paceline.models.context.kernels import CpuBlocks
 from paceline.models.context.methods import METHODS
 from paceline.models.context.place import ContextPlace
 from paceline.models.transforms.activation_checkpointing import checkpoint_activations
 from paceline.models.transforms.compile import compile_blocks
+from paceline.train.reports.figures import context_report
 
 DOCUMENTS = (5, 21, 1, 34, 13, 8, 27)
 
@@ -233,3 +238,27 @@ def test_autocast_exchanges_half_precision() -> None:
             _, low, full = result[method]
             # `gather` sums gradients in float32.
             assert low == (full * 3 // 4 if method == "gather" else full // 2)
+
+
+def test_layers_without_a_kernel_for_blocks_are_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is taken away, because the CPU's computes blocks of all sizes."""
+    monkeypatch.setattr(context_module, "find_block_kernel", lambda query, value: None)
+    place, case = lone_place(), Case(DOCUMENTS, key_heads=2)
+    for _ in range(2):
+        assert difference(case, whole_row(case), [share(case, place, "ring")]) <= 1e-6
+    assert [getattr(record.msg, "code", None) for record in caplog.records] == [
+        "context-layers-gathered"
+    ]
+    head_size = case.head_size
+    assert place.gathered_head_sizes == {head_size}
+    task = SimpleNamespace(
+        context_method=ContextMethod("ring", UserText("it was requested", code="c")), place=place
+    )
+    assert context_report(task, 2) == {
+        "size": 2,
+        "method": "ring",
+        "why": "it was requested",
+        "gathered_head_sizes": [head_size],
+    }

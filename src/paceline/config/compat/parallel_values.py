@@ -72,6 +72,7 @@ _SIZE_DETAILS = ("cp_", "sp_", "ep_", "tp_", "dp_")
 def _sizes(value: Mapping[str, YamlValue]) -> tuple[dict[str, YamlValue], list[str]]:
     """Return the sizes of axes in a mapping, and its other keys."""
     sets: dict[str, YamlValue] = {}
+    by_target: dict[str, str] = {}
     rest = []
     for key, size_value in value.items():
         name = key.removeprefix("parallelism_config_")
@@ -79,9 +80,17 @@ def _sizes(value: Mapping[str, YamlValue]) -> tuple[dict[str, YamlValue], list[s
             rest.append(key)
         elif size_value is not None:
             try:
-                sets.update(_SIZES[name](size_value).sets)
+                new = _SIZES[name](size_value).sets
             except UnsupportedValue as error:
                 raise UnsupportedValue(f"`{key}: {size_value}`: {error.why}", error.fix) from None
+            for target in new:
+                if target in by_target:
+                    raise UnsupportedValue(
+                        f"`{by_target[target]}` and `{key}` in it both set `{target}`",
+                        "keep one of the two",
+                    )
+                by_target[target] = key
+            sets.update(new)
     return sets, rest
 
 

@@ -18,6 +18,7 @@ from paceline.core.texts import UserText
 from paceline.distributed.devices import cpu_cores
 from paceline.launch.passes.draft import Draft, known
 from paceline.parallel.balance import equal_notice
+from paceline.parallel.limits.idle import notices_of_idle_axes
 from paceline.parallel.registry import check_steps, notice_of_compression
 from paceline.tasks import load_task
 
@@ -64,6 +65,8 @@ def find_idle_settings(draft: Draft) -> Iterable[tuple[str, str]]:
                 task=config.task,
             ),
         )
+    for notice in notices_of_idle_axes(config.parallel, layout.axes):
+        yield "warning", notice
     num_ranks = layout.num_processes
     if draft.host is not None:
         num_ranks = min(known(draft.host).devices.count, num_ranks)

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.collate import SegmentInputs, find_tensors, segment_inputs
 from paceline.distributed import torch_compat
+from paceline.distributed.communicator import Communicator
+from paceline.distributed.environment import RankEnv
 from paceline.models import attention, packed_row
 from paceline.models.blocks import base_model, evaluation_mode
 from paceline.models.checks.cache import StoredCheck, check_of_model
@@ -23,6 +26,9 @@ from paceline.models.checks.mixing import (
     not_computed,
     rows_agree,
 )
+from paceline.models.context.attention import install_context
+from paceline.models.context.methods import GATHER
+from paceline.models.context.place import ContextPlace
 from paceline.models.kernels import mixers
 from paceline.models.kernels.attention_choice import SDPA, AttentionChoice, choose_attention
 from paceline.models.packed_row import ModelInput
@@ -31,6 +37,7 @@ from paceline.models.transforms.compile import outside_graphs
 #: Numbers of tokens of the samples of the check, for models of attention layers only.
 _LENGTHS = (7, 5)
 _OWN_ATTENTION = "the model's own attention"
+_DIVIDED = "attention for divided rows"
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ def choose_packing(
     config: Config,
     device_type: str = "cpu",
     build_row: BuildRow | None = None,
+    divides_rows: bool = False,
 ) -> PackingChoice:
     """Choose how samples share a row, and switch the model to the layers that this requires.
 
@@ -126,6 +134,9 @@ def choose_packing(
         device_type: type of device that the run trains on.
         build_row: a function that returns the samples of the check; by default, they are texts of
             random tokens. The model then computes what else it is trained on, such as images.
+        divides_rows: whether ranks will divide each row. Then layers must get the lengths of the
+            samples: for attention over packed rows, or over divided rows, which also computes soft
+            caps and sinks.
     """
     base = base_model(model)
     numbers = base.config.get_text_config()
@@ -151,7 +162,7 @@ def choose_packing(
     )
     packing = _restored(stored, base, choice)
     if packing is None:
-        check = _Check(model, config, choice, device_type, recurrent, row)
+        check = _Check(model, config, choice, device_type, recurrent, row, divides_rows)
         uses_kernels = choice.kernel != SDPA or bool(recurrent and mixers.installed_versions())
         with (
             evaluation_mode(model),
@@ -193,6 +204,7 @@ class _Check:
     Args:
         recurrent: the recurrent and convolution layers of the model.
         row: the samples of the check.
+        divides_rows: as for :func:`choose_packing`.
     """
 
     model: Any
@@ -201,6 +213,7 @@ class _Check:
     device_type: str
     recurrent: Sequence[torch.nn.Module]
     row: CheckedRow
+    divides_rows: bool
 
     def __post_init__(self) -> None:
         self.base = base_model(self.model)
@@ -224,9 +237,24 @@ class _Check:
             if reason is not None:
                 kinds = _kinds(self.recurrent)
                 return PackingChoice("segments", reason, None, kinds, in_kernels)
-        if self._agrees(alone, with_segments=False):
+        if self.divides_rows:
+            if self._agrees_by_gather(alone):
+                return PackingChoice("segments", _DIVIDED)
+        elif self._agrees(alone, with_segments=False):
             return PackingChoice("positions", _OWN_ATTENTION)
         return PackingChoice("none", _OWN_ATTENTION, self._explain())
+
+    def _agrees_by_gather(self, alone: torch.Tensor) -> bool:
+        """Return whether attention for divided rows keeps samples apart: on this rank alone."""
+        device = self.row.row["input_ids"].device  # type: ignore[union-attr]
+        place = ContextPlace(Communicator(RankEnv(0, 1, 0, 1), device))
+        try:
+            install_context(self.base, place, GATHER, SDPA)
+        except ConfigError:
+            return False
+        agrees = self._agrees(alone)
+        attention.uninstall(self.base)
+        return agrees
 
     def _explain(self) -> UserText:
         """Return why samples cannot share a row."""

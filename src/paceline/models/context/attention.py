@@ -4,6 +4,7 @@ Three methods compute the same numbers as :func:`paceline.models.attention.packe
 the whole row: ``ring``, ``ulysses`` and ``gather``.
 """
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import ConfigError
+from paceline.core.texts import UserText
 from paceline.data.collate import segment_inputs
 from paceline.data.context.rows import RowDivision, divide_row
 from paceline.models import attention
@@ -23,6 +25,8 @@ from paceline.models.context.ring import Ring, ring_attention
 from paceline.models.context.ulysses import ulysses_attention
 from paceline.models.kernels.fused_attention import States, compute_dtype
 from paceline.models.transforms.compile import outside_graphs
+
+logger = logging.getLogger(__name__)
 
 
 def context_attention(
@@ -111,10 +115,24 @@ def _ring(
     kernel = find_block_kernel(query, value)
     group = place.group
     if kernel is None:
+        _report_gather(place, max(query.shape[-1], value.shape[-1]))
         return gather_attention(states, division, group, layer)
     steps = ring_steps(division.lengths, division.size, group.rank, layer.window)
     scale = query.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling
     return ring_attention(states, Ring(group, steps, scale, kernel))
+
+
+def _report_gather(place: ContextPlace, head_size: int) -> None:
+    """Say once for each head size that its layers are computed by another method."""
+    if head_size not in place.gathered_head_sizes:
+        place.gathered_head_sizes.add(head_size)
+        text = UserText(
+            "context: layers with heads of size {head_size} exchange keys and values by `gather`,"
+            " not by `ring`: there is no kernel for blocks of them",
+            code="context-layers-gathered",
+            head_size=head_size,
+        )
+        logger.warning(text)
 
 
 def _ulysses(

@@ -281,11 +281,11 @@ def _obstacle(
         return UserText("attention weights have dropout", code="context-dropout")
     if method == RING:
         return _kernel_obstacle(facts, device_type, dtype, has_varlen)
-    if facts.query_heads % size:
+    if facts.divisible_heads % size:
         return UserText(
             "{heads:query head} of a rank cannot be divided among {size:rank}",
             code="context-heads",
-            heads=facts.query_heads,
+            heads=facts.divisible_heads,
             size=size,
         )
     return None
@@ -311,11 +311,11 @@ def _kernel_obstacle(
         )
     if not has_varlen:
         return UserText("this build of torch has no flash attention", code="context-ring-varlen")
-    if max(facts.head_size, facts.value_size) > MAX_HEAD_SIZE:
+    if facts.max_head_size > MAX_HEAD_SIZE:
         return UserText(
             "the head size of its kernel is at most {limit}, and the model's is {head_size}",
             code="context-ring-head-size",
             limit=MAX_HEAD_SIZE,
-            head_size=max(facts.head_size, facts.value_size),
+            head_size=facts.max_head_size,
         )
     return None

@@ -1,6 +1,7 @@
 """What context parallelism needs to know of a model's attention, from its config.json. Imports no
 torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,9 @@ class AttentionFacts:
         has_chunks: whether layers attend within chunks of a row.
         fixed_positions: number of tokens of a sample up to which position embeddings do not depend
             on the longest position in the tokens that are computed together; None: they never do.
+        largest_head_size: largest size of a head, if some layers have larger heads; else 0.
+        common_heads: greatest common divisor of the numbers of query heads of the layers, if they
+            differ; else 0.
     """
 
     query_heads: int
@@ -46,6 +50,18 @@ class AttentionFacts:
     has_dropout: bool = False
     has_chunks: bool = False
     fixed_positions: int | None = None
+    largest_head_size: int = 0
+    common_heads: int = 0
+
+    @property
+    def max_head_size(self) -> int:
+        """Largest size of a head of any layer."""
+        return max(self.head_size, self.value_size, self.largest_head_size)
+
+    @property
+    def divisible_heads(self) -> int:
+        """Number whose divisors are the numbers of ranks that can divide the query heads."""
+        return self.common_heads or self.query_heads
 
 
 def attention_facts(config: JsonObject, tensor_size: int = 1) -> AttentionFacts:
@@ -79,7 +95,27 @@ def attention_facts(config: JsonObject, tensor_size: int = 1) -> AttentionFacts:
         any(_is_positive(fields.get(name)) for name in _DROPOUTS),
         bool(fields.get("attention_chunk_size")),
         _fixed_positions(fields),
+        *_differing_layers(fields, head_size, heads, tensor_size),
     )
+
+
+def _differing_layers(
+    fields: JsonObject, head_size: int, heads: int, tensor_size: int
+) -> tuple[int, int]:
+    """Return the largest head size and the common number of heads of a model whose layers differ; 0
+    for each in which they do not."""
+    layers = fields.get("per_layer_config")
+    changes = [each for each in layers.values() if isinstance(each, Mapping)] if isinstance(
+        layers, Mapping) else []  # fmt: skip
+    sizes = [first_number(each, "head_dim") or head_size for each in (*changes, fields)]
+    sizes.append(first_number(fields, "global_head_dim") or head_size)
+    numbers = [first_number(each, "num_attention_heads") or heads for each in changes]
+    listed = fields.get("num_attention_heads_per_layer")
+    if isinstance(listed, list):
+        numbers += [each for each in listed if isinstance(each, int) and each > 0]
+    largest = max(sizes) if max(sizes) > head_size else 0
+    differ = any(each != heads for each in numbers)
+    return largest, math.gcd(heads, *numbers) // tensor_size if differ else 0
 
 
 def _is_positive(value: object) -> bool:

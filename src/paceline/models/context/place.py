@@ -12,11 +12,18 @@ class ContextPlace:
 
     Args:
         group: the ranks that divide each row. A copy in a loader process has none.
+
+    Attributes:
+        gathered_head_sizes: sizes of the heads of layers that had no kernel for blocks in the ring
+            and exchanged all keys and values instead.
     """
+
+    gathered_head_sizes: set[int]
 
     def __init__(self, group: Communicator) -> None:
         self._group: Communicator | None = group
         self.rank, self.size = group.rank, group.size
+        self.gathered_head_sizes = set()
 
     @property
     def group(self) -> Communicator:
@@ -29,6 +36,7 @@ class ContextPlace:
     def __setstate__(self, state: tuple[int, int]) -> None:
         self._group = None
         self.rank, self.size = state
+        self.gathered_head_sizes = set()
 
 
 class _SumOverParts(torch.autograd.Function):

@@ -7,6 +7,7 @@ forward pass, which happens later or in another thread.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.texts import UserText
 from paceline.models.experts.layers import ExpertLayer, find_expert_layers
+
+logger = logging.getLogger(__name__)
 
 #: ``batch``: the micro-batch whose loss this thread computes.
 _thread = threading.local()
@@ -42,12 +46,16 @@ class ExpertCounter:
         layers: the layers of the full model. This rank may compute only some of them.
         tokens: number of tokens of each expert, [layers, experts].
         aux_loss: this rank's part of the auxiliary loss, without its coefficient.
+        unmasked: number of tokens, over all layers, among which padding is counted, because the
+            experts got another number of tokens than the batch has.
     """
 
     layers: Sequence[ExpertLayer]
     tokens: torch.Tensor
     aux_loss: torch.Tensor
+    unmasked: torch.Tensor
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _reported: set[str] = field(default_factory=set)
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
@@ -69,6 +77,7 @@ class ExpertCounter:
         """Start a new step."""
         self.tokens.zero_()
         self.aux_loss.zero_()
+        self.unmasked.zero_()
 
     def add(self, row: torch.Tensor, indices: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Count tokens.
@@ -83,8 +92,27 @@ class ExpertCounter:
         ones = torch.ones_like(flat)
         if mask is not None and mask.numel() * num_chosen == flat.numel():
             ones = mask.to(row.device, torch.int64).repeat_interleave(num_chosen)
+        elif mask is not None:
+            self._count_unmasked(flat.numel() // num_chosen, mask)
         with self._lock:  # `dp` computes micro-batches in several threads
             row.scatter_add_(0, flat, ones)
+
+    def _count_unmasked(self, num_tokens: int, mask: torch.Tensor) -> None:
+        """Count tokens that may be padding, and say so once."""
+        has_padding = (mask == 0).any().to(self.unmasked.device)
+        with self._lock:
+            self.unmasked.add_(has_padding * num_tokens)
+            is_new = not self._reported
+            self._reported.add("unmasked")
+        if is_new:
+            text = UserText(
+                "experts: a layer got {num_tokens:token} of a micro-batch with {num_rows:token},"
+                " so the tokens of its experts include padding, if there is any",
+                code="experts-count-padding",
+                num_tokens=num_tokens,
+                num_rows=mask.numel(),
+            )
+            logger.warning(text)
 
 
 def count_experts(model: nn.Module, device: torch.device) -> ExpertCounter | None:
@@ -107,7 +135,8 @@ def count_experts(model: nn.Module, device: torch.device) -> ExpertCounter | Non
         else:
             hook = _experts_hook(row, layer.position, layer.argument)
             layer.module.register_forward_pre_hook(hook, with_kwargs=True)
-    return ExpertCounter(layers, tokens, torch.zeros((), device=device))
+    unmasked = torch.zeros((), dtype=torch.int64, device=device)
+    return ExpertCounter(layers, tokens, torch.zeros((), device=device), unmasked)
 
 
 def record_aux_loss(part: torch.Tensor) -> None:

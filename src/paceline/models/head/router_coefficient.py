@@ -51,12 +51,15 @@ def coefficient_of(config: Config) -> float:
 
 
 def check_task_of_router_loss(config: Config) -> None:
-    """Raise ConfigError if the config asks for an auxiliary loss that the task does not have."""
+    """Raise ConfigError if the config asks for an auxiliary loss that the task or the model does
+    not have."""
     coefficient = config.train_args.router_aux_loss_coef
     if coefficient and config.task not in _TASKS:
         raise unsupported(coefficient, f"`task: {config.task}`")
     if coefficient and reads_images(config):
         raise unsupported(coefficient, "models that read images")
+    if coefficient and config_numbers(config.model) and not has_experts(config):
+        raise unsupported(coefficient, f"the model `{config.model}`, which has no experts")
 
 
 def unsupported(coefficient: float, reason: str) -> ConfigError:

@@ -44,6 +44,21 @@ def find_router_loss(model: Any, config: Config) -> RouterLoss | None:
     return RouterLoss(coefficient, int(model.num_experts), int(model.num_experts_per_tok))
 
 
+def is_deterministic(model: Any, config: Config) -> bool:
+    """Return whether two forward passes of a model in training compute the same router logits."""
+    from torch import nn
+
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    if any(isinstance(each, dropouts) and each.p > 0 for each in model.modules()):
+        return False
+    # Other graphs are compiled for passes without gradients.
+    return not config.train_args.torch_compile and not any(
+        isinstance(value, int | float) and value > 0
+        for name, value in model.config.get_text_config().to_dict().items()
+        if any(part in name for part in ("drop", "jitter"))
+    )
+
+
 @dataclass(frozen=True)
 class RouterLoss:
     """The auxiliary loss of a model.
@@ -62,7 +77,8 @@ class RouterLoss:
         """Return the notice that the loss is trained."""
         return UserText(
             "loss: with {coefficient} times the auxiliary loss that balances the experts, over the"
-            " global batch; it takes one more forward pass per micro-batch",
+            " global batch; it takes one more forward pass per micro-batch, except for a step of"
+            " one micro-batch without dropout on one rank",
             code="router-loss",
             coefficient=f"{self.coefficient:g}",
         )

@@ -2,11 +2,16 @@
 Imports no torch."""
 
 from dataclasses import replace
+from typing import get_args
 
 from paceline.config.schema import Config
+from paceline.config.schema.train_args_sections import OptimizerName
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Limit
+
+#: Optimizers that compute the update of a matrix from the whole matrix.
+_OF_MATRICES = ("muon", "adafactor")
 
 
 def _experts(config: Config, dims: ParallelDims) -> str | None:
@@ -33,8 +38,8 @@ EXPERTS = (
         "train_args.optim",
         "it computes the update of a matrix from whole matrices, and ranks divide the experts",
         "set `train_args.optim: adamw`, or leave `parallel.expert` out",
-        unsupported=("muon", "adafactor"),
-        allowed="adamw, adam, sgd, rmsprop, adagrad",
+        unsupported=_OF_MATRICES,
+        allowed=", ".join(name for name in get_args(OptimizerName) if name not in _OF_MATRICES),
         subject=_experts,
     ),
     Limit(

@@ -62,11 +62,13 @@ class ExpertRecorder(Callback):
         self._is_counted = world.coordinates["tensor"] == 0
         self._window = torch.zeros_like(counter.tokens)
         self._of_rank = torch.zeros_like(counter.tokens)
+        self._unmasked = torch.zeros_like(counter.unmasked)
         self._aux = torch.zeros(2, device=counter.tokens.device)
         sizes = [float(layer.num_experts) for layer in counter.layers]
         self._sizes = tensor_of(sizes, world.wide_dtype, world.device)
         # Up to the checkpoint that this attempt resumed from, and up to now: [layers, experts].
         self._earlier = self._total = torch.zeros(counter.tokens.shape, dtype=torch.int64)
+        self._earlier_unmasked = self._total_unmasked = 0
         self._first_step = 0
 
     def on_train_begin(self, info: object, state: TrainState) -> None:
@@ -77,6 +79,7 @@ class ExpertRecorder(Callback):
         if result.outcome == "updated":
             if self._is_counted:
                 self._window += self.counter.tokens
+                self._unmasked += self.counter.unmasked
             if self.strategy.has_data:
                 # Groups of ranks with global batches of their own have auxiliary losses of their
                 # own, whose mean is reported.
@@ -101,6 +104,8 @@ class ExpertRecorder(Callback):
     def update_total(self) -> None:
         """Sum the tokens of all steps so far over all ranks. A collective."""
         self._total = self._earlier + self._sum(self._of_rank + self._window).cpu().round().long()
+        unmasked = self._sum(self._unmasked.reshape(1))
+        self._total_unmasked = self._earlier_unmasked + round(unmasked.item())
 
     def report(self, size: int) -> ExpertReport:
         """Return the figures up to the last call of :meth:`update_total`.
@@ -121,22 +126,32 @@ class ExpertRecorder(Callback):
         }
         if self._first_step:
             figures["from_step"] = self._first_step
+        if self._total_unmasked:
+            figures["with_padding"] = self._total_unmasked
         return figures
 
     def state_dict(self) -> Mapping[str, JsonValue]:
-        return {"tokens": self._total.tolist(), "from_step": self._first_step}
+        return {
+            "tokens": self._total.tolist(),
+            "from_step": self._first_step,
+            "with_padding": self._total_unmasked,
+        }
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
         self._window.zero_()
         self._of_rank.zero_()
         self._aux.zero_()
+        self._unmasked.zero_()
         self.counter.clear()
         tokens = torch.tensor(state.get("tokens", []), dtype=torch.int64)
         if tokens.shape == self._total.shape:
             self._earlier = self._total = tokens
             self._first_step = int(str(state.get("from_step", 0)))
+            unmasked = int(str(state.get("with_padding", 0)))
         else:
             self._earlier = self._total = torch.zeros_like(self._total)
+            unmasked = 0
+        self._earlier_unmasked = self._total_unmasked = unmasked
 
     def _sum(self, local: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks."""

@@ -29,7 +29,7 @@ from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import memory_bytes
 from paceline.train.callbacks.experts import ExpertRecorder
 from paceline.train.callbacks.monitoring import CommAdvice
-from paceline.train.reports.figures import data_figures, workload
+from paceline.train.reports.figures import context_report, data_figures, workload
 from paceline.train.trainer import Trainer
 
 
@@ -135,13 +135,9 @@ def build_report(trainer: Trainer, status: str, best: BestModel | None) -> Repor
     if state.stop_reason is not None:
         report["stop_reason"] = state.stop_reason
     times = compile_times()
-    context_method = getattr(trainer.components.task, "context_method", None)
-    if context_method is not None:
-        report["context"] = {
-            "size": layout.axes.context,
-            "method": context_method.name,
-            "why": context_method.why,
-        }
+    context = context_report(trainer.components.task, layout.axes.context)
+    if context is not None:
+        report["context"] = context
     if times is not None:
         report["compile"] = {
             "graphs": times.count,

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from paceline.core.report import DataFigures
+from paceline.core.report import ContextReport, DataFigures
 from paceline.data.order.build import tokens_per_row
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.context.choice import facts_of_run, item_bytes_of
@@ -56,6 +57,21 @@ def with_rows(
         return work
     facts, item_bytes = facts_of_run(task.config, axes), item_bytes_of(task.config)
     return replace(work, context=ContextWork(method.name, facts, item_bytes, tuple(rows)))
+
+
+def context_report(task: Any, size: int) -> ContextReport | None:
+    """Return how ranks divide the rows of a task; None if they do not.
+
+    Args:
+        size: number of ranks that divide each row.
+    """
+    method = getattr(task, "context_method", None)
+    if method is None:
+        return None
+    report: ContextReport = {"size": size, "method": method.name, "why": method.why}
+    if task.place is not None and task.place.gathered_head_sizes:
+        report["gathered_head_sizes"] = sorted(task.place.gathered_head_sizes)
+    return report
 
 
 def _label_share(trainer: Trainer) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from paceline.config.compat.conversion import is_off
 from paceline.config.compat.merge import Merge
 from paceline.config.compat.notices import overridden_remark
+from paceline.config.compat.parallel.context import combine_context_sizes
 from paceline.config.compat.parallel.deepspeed import read_native_json, use_deepspeed
 from paceline.config.compat.parallel.fsdp import use_fsdp, use_hsdp
 from paceline.config.compat.parallel.keys import StrategyKeys, take_keys
@@ -25,6 +26,7 @@ def expand(merge: Merge, base: Path | None) -> None:
     Args:
         base: the config file's folder, which is also searched for a DeepSpeed JSON.
     """
+    combine_context_sizes(merge)
     keys = take_keys(merge, base)
     for act in (_num_processes, _strategy, use_hsdp, read_native_json, _activation_offload):
         act(keys)
