@@ -141,10 +141,10 @@ class RolloutGenerator:
                 UserText(
                     "completions are generated with weights that are gathered layer by layer for"
                     " each token, which is slow: all weights together take {size}, which does"
-                    " not fit in the free memory of {ranks:rank}",
+                    " not fit in the free memory of {count:rank}",
                     code="rollout-gathers-layers",
                     size=human_bytes(needed),
-                    ranks=int(num_without),
+                    count=int(num_without),
                 )
             )
         return num_without == 0
