@@ -24,6 +24,9 @@ class DataPipeline:
         replica, num_replicas: index of this rank's share of the global batch, and number of shares.
     """
 
+    #: Seconds of the last :meth:`next` in which something else was done than to load samples.
+    busy_s = 0.0
+
     def __init__(
         self,
         train_dataset: Any,

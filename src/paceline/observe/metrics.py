@@ -94,9 +94,13 @@ class StepMetrics:
         self._wait_before = self.world.wait_s
         self._sent_before = Counter(self.world.traffic.snapshot())
 
-    def data_ready(self) -> None:
-        """Record that the batch of the step has been received."""
-        self._data_s += time.perf_counter() - self._start
+    def data_ready(self, busy_s: float = 0.0) -> None:
+        """Record that the batch of the step has been received.
+
+        Args:
+            busy_s: seconds of this time in which the rank did not wait for data.
+        """
+        self._data_s += max(0.0, time.perf_counter() - self._start - busy_s)
 
     def count(self, counts: torch.Tensor) -> None:
         """Add the global counts [labels, tokens, samples, …] of a step. May be called one step

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import CAUSAL_TASKS
+from paceline.config.schema.tasks import CAUSAL_TASKS, ROLLOUT_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.encoding.chunks import make_setup
@@ -214,7 +214,10 @@ def _encoded_row(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) ->
     length, reason = len(ids), None
     is_document = sample.values.get("is_document", False)
     num_trained = length if is_document else min(length, max_length)
-    if num_trained < length and config.train_args.truncation_strategy == "drop":
+    if config.task in ROLLOUT_TASKS:  # a prompt has no labels, and is never truncated
+        if length > max_length - config.grpo.max_completion_length:
+            num_trained, reason = 0, TOO_LONG
+    elif num_trained < length and config.train_args.truncation_strategy == "drop":
         num_trained, reason = 0, TOO_LONG
     elif not labels[:num_trained].any():
         is_complete = num_trained == length
@@ -372,15 +375,16 @@ def as_text(result: Preview) -> str:
             lines.append(f"{head}: label {row['label']}{shape}")
             lines += [f"    {field['name']}: {field['value']}" for field in row.get("fields", ())]
             continue
-        counts = (
-            f"{row['num_tokens']:,} tokens, {row['label_tokens']:,} with loss,"
-            f" {row['cut_tokens']:,} cut"
-        )
+        counts = f"{row['num_tokens']:,} tokens"
+        if result["task"] not in ROLLOUT_TASKS:
+            counts += f", {row['label_tokens']:,} with loss, {row['cut_tokens']:,} cut"
         kind = ", ".join(filter(None, (row["format"] or "no format", row.get("answer"))))
         lines.append(f"{head} ({kind}): {row['reason'] or counts}")
         if row["segments"]:
             lines.append("".join(map(_marked, row["segments"])))
-    if result["task"] not in _WITHOUT_TOKENS:
+    if result["task"] in ROLLOUT_TASKS:
+        lines += ["", "These are prompts, for which the run generates completions."]
+    elif result["task"] not in _WITHOUT_TOKENS:
         lines += ["", "【label tokens】 carry loss, ⟦cut tokens⟧ are not trained on."]
     return "\n".join(lines)
 

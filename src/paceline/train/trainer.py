@@ -147,7 +147,7 @@ class Trainer:
         progress.begin_step(state.step + 1)
         self.metrics.begin()
         batches = [batch.to(self.ctx.device) for batch in self.data.next()]
-        self.metrics.data_ready()
+        self.metrics.data_ready(self.data.busy_s)
         progress.enter("forward")
         counts = self.counts.start(batches)  # all-reduced during the first forward pass
         add_totals(self.components, batches)

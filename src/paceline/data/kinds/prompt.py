@@ -47,9 +47,8 @@ class PromptRow:
 class PromptKind(DocumentKind):
     """Prompts as text or as the messages of a chat, with any other columns.
 
-    A prompt is a sample of its own, without an answer: ``labels_mask`` is true for all of its
-    tokens, and no loss is computed on them. A text becomes the turn of a user if there is a chat
-    template.
+    A prompt is a sample of its own, without an answer, so no token carries loss. A text becomes the
+    turn of a user if there is a chat template.
     """
 
     columns: ClassVar[Sequence[Column]] = (ROW,)
@@ -115,7 +114,7 @@ class PromptKind(DocumentKind):
             # The tokenizer's special tokens are in the text of a chat already.
             start = self.tokenizer.missing_start(text.ids) if self.template is None else []
             ids = np.array([*start, *text.ids], dtype=np.int32)
-            has_loss, values = np.ones(len(ids), dtype=np.bool_), {"sample": samples[number]}
+            has_loss, values = np.zeros(len(ids), dtype=np.bool_), {"sample": samples[number]}
             results[number] = Encoded(ids, has_loss, values) if len(ids) else "no tokens"
         return results
 

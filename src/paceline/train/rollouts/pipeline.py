@@ -121,6 +121,7 @@ class RolloutPipeline(DataPipeline):
             self.rollout = None
             self.rollout = self._roll_out(first)
             self.on_rollout(self.rollout)
+        self.busy_s = self.times.rollout_s + self.times.reward_s
         self._step += 1
         micro_batches = [self._collate(self.rollout, numbers) for numbers in self._shares()]
         for observe in self.observers:
