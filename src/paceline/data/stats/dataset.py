@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.config.packages import check_package
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import CAUSAL_TASKS
+from paceline.config.schema.tasks import CAUSAL_TASKS, ROLLOUT_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.report import DataFigures
@@ -210,6 +210,8 @@ def dataset_stats(
         )
         prepared.notices.append(Notice("info", text))
     limit, overlong = config.train_args.max_length, config.train_args.truncation_strategy
+    if config.task in ROLLOUT_TASKS:  # a prompt is never truncated
+        limit, overlong = limit - config.grpo.max_completion_length, "drop"
     used = int(np.count_nonzero(samples.vocabulary))
     repeats = duplicates(samples)
     for repeat in repeats["most_repeated"]:
