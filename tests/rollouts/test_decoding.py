@@ -21,7 +21,7 @@ def decode(model: PreTrainedModel, end_ids: set[int]) -> list[Completion]:
         return decoder.decode(PROMPT, draw_uniforms(0, "rollout", 0, 0, 6, LENGTH))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mamba", "jamba"])
 def test_tokens_and_probabilities_are_those_of_full_passes(family: str) -> None:
     model = build_model(family).eval()
     # Some tokens end a completion, so that rows are dropped at different positions.

@@ -113,30 +113,45 @@ class _Rows:
         device = next(decoder.model.parameters()).device
         #: Token ids that the cache does not contain, [rows, tokens].
         self._ids = torch.tensor([prompt], device=device)
+        # Caches of some recurrent layers cannot be repeated for several rows, nor lose rows.
+        self._has_fixed_rows = False
 
     def next_logits(self) -> torch.Tensor:
         """Return the logits of the next token of each row [rows, vocabulary]."""
-        is_prompt = len(self._ids) < len(self.numbers)
+        count, is_prompt = len(self.numbers), len(self._ids) < len(self.numbers)
+        logits = self._run()
+        if not is_prompt:
+            return logits
+        self._ids = self._ids.expand(count, -1)
+        if self._cache is None or self._repeat_cache(count):
+            return logits.expand(count, -1)
+        self._cache, self._has_fixed_rows = None, True
+        return self._run()
+
+    def _run(self) -> torch.Tensor:
+        """Run a forward pass and return the logits of the last tokens [rows, vocabulary]."""
         last = {"logits_to_keep": 1} if self.decoder.picks_logits else {}
         output = self.decoder.model(
             input_ids=self._ids, use_cache=True, **{self._cache_name: self._cache}, **last
         )
         self._cache = getattr(output, self._cache_name, None)
         logits: torch.Tensor = output.logits[:, -1]
-        if is_prompt:
-            count = len(self.numbers)
-            if self._cache is not None:
-                self._cache.batch_repeat_interleave(count)
-            self._ids = self._ids.expand(count, -1)
-            logits = logits.expand(count, -1)
         return logits
+
+    def _repeat_cache(self, count: int) -> bool:
+        """Repeat the cache of one row. Return False if transformers cannot do that."""
+        try:
+            self._cache.batch_repeat_interleave(count)
+        except (AttributeError, IndexError, NotImplementedError):
+            return False
+        return True
 
     def append(self, tokens: torch.Tensor, has_ended: Sequence[bool]) -> None:
         """Add a token to each row, and drop the rows that have ended if they are half of them."""
         following = tokens.to(self._ids.device).unsqueeze(1)
         ids = following if self._cache is not None else torch.cat([self._ids, following], 1)
         kept = [row for row, is_over in enumerate(has_ended) if not is_over]
-        if kept and 2 * len(kept) <= len(self.numbers):
+        if kept and 2 * len(kept) <= len(self.numbers) and not self._has_fixed_rows:
             indices = torch.tensor(kept, device=ids.device)
             ids = ids[indices]
             self.numbers = [self.numbers[row] for row in kept]
