@@ -83,3 +83,19 @@ def test_killed_run_continues_with_the_same_bits(
         for name in ("killed", "undisturbed")
     }
     assert last["killed"] == last["undisturbed"]
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_failing_reward_ends_the_run_with_its_step_and_row(mode: str, tmp_path: Path) -> None:
+    write_inputs(
+        tmp_path,
+        "def vowels(completions, step, **columns):\n"
+        "    return [1.0 if step < 3 else float('nan')] * len(completions)\n",
+    )
+    args = (f"parallel.mode={mode}", "max_steps=4", "train_args.save_steps=1")
+    process = train_on_rollouts(tmp_path, "run", *args, expect=1)
+    assert "own_rewards.py:vowels` returned nan at step 3" in process.stderr
+    assert "prompts.jsonl" in process.stderr
+    assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())][-1] == (
+        "step-00000002"
+    )

@@ -252,7 +252,7 @@ class Grpo(Section):
         8, ge=2, description="Completions per prompt, whose rewards are compared with each other."
     )
     max_completion_length: int = Field(
-        256, ge=1, description="Longest completion in tokens; longer ones are cut off."
+        512, ge=1, description="Longest completion in tokens; longer ones are cut off."
     )
     temperature: float = Field(1.0, gt=0, description="Temperature of sampling.")
     top_p: float = Field(

@@ -229,7 +229,8 @@ class RolloutPipeline(DataPipeline):
                 (tokens[position], read_row(dataset.prompts, tokens[position].number))
                 for position in completions
             ]
-            own = self.scorer.score(rows, list(completions.values()), step)
+            # The number of the next update, as in events and in the name of the rollout's file.
+            own = self.scorer.score(rows, list(completions.values()), self._step + 1)
         with uncounted():
             by_rank = self.comm.gather_objects(dict(zip(completions, own, strict=True)))
         groups = {position: group for part in by_rank for position, group in part.items()}
