@@ -96,6 +96,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def rollouts(self) -> Path:
+        """The completions that the run has trained on, a file for each rollout."""
+        return self.root / "rollouts"
+
+    @property
     def model(self) -> Path:
         return self.root / "model"
 

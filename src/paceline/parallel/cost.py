@@ -95,6 +95,12 @@ class Cost:
         host: bytes in host memory, with ``parallel.cpu_offload``.
         host_traffic: bytes per step to and from the host, by what is offloaded (activations,
             optimizer, parameters).
+        updated: bytes of the trained weights that the rank updates; 0 for a strategy whose ranks
+            cannot generate completions.
+        gathered: bytes of the weights that the rank must gather to hold the whole model, beyond
+            ``parameters``.
+        rollout: peak bytes while the rank generates the completions that it trains on; 0 for tasks
+            that generate none.
     """
 
     parameters: int
@@ -107,6 +113,9 @@ class Cost:
     on_accelerator: "Cost | None" = None
     host: int = 0
     host_traffic: Mapping[str, int] = field(default_factory=dict)
+    updated: int = 0
+    gathered: int = 0
+    rollout: int = 0
 
     @property
     def state(self) -> int:
@@ -116,7 +125,7 @@ class Cost:
     @property
     def total(self) -> int:
         """Peak bytes."""
-        return self.state + self.activations - self.not_at_peak
+        return max(self.state + self.activations - self.not_at_peak, self.rollout)
 
     @property
     def traffic_per_step(self) -> int:

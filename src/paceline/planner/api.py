@@ -34,7 +34,7 @@ from paceline.planner.machine.hardware import Machine, default_precision, named_
 from paceline.planner.machine.local import local_machine, smallest_device_memory
 from paceline.planner.micro_batch import MicroBatchProfile, micro_batch
 from paceline.planner.model_profile import ModelProfile, describe
-from paceline.planner.run_estimate import RunEstimate, run_estimate
+from paceline.planner.run_estimate import RunEstimate, rollout_notes, run_estimate
 from paceline.planner.scale.goodput import FailureModel, Goodput
 from paceline.planner.search.advice import Advice, ChangeReport, advise
 from paceline.planner.search.fit import FROM_HISTORY, KeptSettings, MemoryFit, fit_memory
@@ -265,6 +265,7 @@ class Plan:
         notes = [self.batch.text(), *self.machine.notes, *self.profile.notes]
         notes += self.profile.kernel_texts(self.config, "cpu" if self.machine.is_cpu else "cuda")
         notes += self._context_notes()
+        notes += rollout_notes(self.run_mode)
         fit = self.memory_fit
         if fit is not None and fit.kept is not None and fit.settings:
             text = f"memory: {settings_text(fit.settings)}, {fit.kept}"

@@ -6,6 +6,8 @@ from typing import TypedDict
 
 from paceline.config.derive import accumulation_of
 from paceline.config.schema import Config
+from paceline.config.schema.grpo import check_completions_per_batch
+from paceline.config.schema.tasks import ROLLOUT_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
@@ -25,6 +27,7 @@ from paceline.planner.machine.hardware import Machine
 from paceline.planner.micro_batch import MicroBatchProfile
 from paceline.planner.mode_time import TimeEstimate, time_of_mode
 from paceline.planner.model_profile import ModelProfile
+from paceline.planner.rollout import RolloutEstimate, estimate_rollout, reference_bytes
 
 #: Strategies in which every rank uses all frozen weights in place.
 _MAPS_FROZEN_WEIGHTS = ("ddp", "zero1", "zero2", "local_sgd", "diloco")
@@ -90,12 +93,14 @@ def workload(
 
 
 class MemoryReport(TypedDict):
-    """Bytes on the rank that uses most, in the JSON of a plan; None if the mode is not possible."""
+    """Bytes on the rank that uses most, in the JSON of a plan; None if the mode is not possible.
+    ``rollout``: the peak while completions are generated; None for tasks that generate none."""
 
     parameters: int | None
     gradients: int | None
     optimizer: int | None
     activations: int | None
+    rollout: int | None
     total: int | None
 
 
@@ -110,6 +115,7 @@ class ModeReport(TypedDict):
     step_time_s: float | None
     step_time_range_s: list[float] | None
     step_time_parts_s: dict[str, float] | None
+    rollout_time_s: float | None
     reason: str
     strategy: str
     axes: dict[str, int]
@@ -131,6 +137,7 @@ class ModeEstimate:
         cost: None if this run is not possible with the layout, because of ``reason``.
         shared_bytes: bytes of frozen weights that this rank shares with others, less its part.
         time: times of a step; None if the device's rates are not known.
+        rollout: what the completions of a step need; None for tasks that generate none.
         per_second: estimated samples per second over all ranks; if ``time`` is None, it only serves
             to rank modes.
     """
@@ -145,6 +152,7 @@ class ModeEstimate:
     time: TimeEstimate | None = None
     per_second: float = 0.0
     global_batch_size: int = 0
+    rollout: RolloutEstimate | None = None
 
     @property
     def step_time_s(self) -> float | None:
@@ -166,6 +174,7 @@ class ModeEstimate:
                 gradients=None if cost is None else cost.gradients,
                 optimizer=None if cost is None else cost.optimizer,
                 activations=None if cost is None else cost.activations,
+                rollout=None if cost is None else cost.rollout or None,
                 total=None if cost is None else self.total,
             ),
             traffic_bytes_per_step=None if cost is None else cost.traffic_per_step,
@@ -173,6 +182,7 @@ class ModeEstimate:
             step_time_s=self.step_time_s,
             step_time_range_s=None if self.time is None else self.time.range_s,
             step_time_parts_s=None if self.time is None else self.time.parts_s,
+            rollout_time_s=None if self.time is None else self.time.rollout_s or None,
             reason=self.reason,
             strategy=self.layout.strategy,
             axes=asdict(self.layout.axes),
@@ -221,16 +231,23 @@ def estimate(
         check_vision_language(config, layout.axes)
         check_router_loss(config, layout.axes)
         _check_divisible(layout, config, profile)
+        _check_groups(config, replicas)
         cost = estimate_cost(layout.strategy, profile.shape, layout.axes, work, config)
     except ConfigError as error:
         return ModeEstimate(name, layout, settings, False, error.text())
     if cost.on_accelerator is not None and not machine.is_cpu:
         cost = cost.on_accelerator
     cost = _with_host_activations(cost, work)
+    reference = reference_bytes(config, cost)
+    cost = replace(cost, parameters=cost.parameters + reference)
     time = time_of_mode(layout, config, profile, batch, cost, machine, stage)
     samples = samples or (
         replicas * work.micro_batches * config.train_args.per_device_train_batch_size
     )
+    rollout = estimate_rollout(layout, config, profile, batch, cost, machine, time, samples)
+    if rollout is not None:
+        cost = replace(cost, rollout=rollout.memory_bytes)
+        time = time.with_rollout(rollout.seconds)
     shared = _shared_bytes(layout, profile, machine)
     mode = ModeEstimate(
         name,
@@ -243,6 +260,7 @@ def estimate(
         time if machine.rates_known else None,
         samples / time.seconds,
         samples,
+        rollout,
     )
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
@@ -366,6 +384,16 @@ def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfi
             key_heads=dims.key_heads,
             tensor=axes.tensor,
         )
+
+
+def _check_groups(config: Config, replicas: int) -> None:
+    """Check that the batch is whole groups of completions, if the task generates such."""
+    if config.task in ROLLOUT_TASKS:
+        args = config.train_args
+        size = args.global_batch_size or (
+            replicas * args.gradient_accumulation_steps * args.per_device_train_batch_size
+        )
+        check_completions_per_batch(size, config.grpo)
 
 
 def mode_names(layout: ParallelLayout, stage: int | None) -> tuple[str, dict[str, str | int]]:

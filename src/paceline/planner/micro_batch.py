@@ -1,10 +1,12 @@
 """The micro-batch of a config: its tokens, from the data if they are tokenized, and its operations.
 Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from paceline.config.schema import Config
-from paceline.config.schema.tasks import CAUSAL_TASKS
+from paceline.config.schema.tasks import CAUSAL_TASKS, ROLLOUT_TASKS
 from paceline.core.texts import UserText
 from paceline.models.builtin import resolve_model
 from paceline.models.kinds import reads_images
@@ -22,6 +24,9 @@ class MicroBatchProfile:
         label_share: share of the tokens that have a loss.
         sample: mean number of tokens of a sample.
         lengths: tokens of each sample of the fullest micro-batch.
+        longest: tokens of the longest sample.
+        completion: largest number of tokens of a completion, if a sample is a prompt with a
+            completion that is not generated yet.
         num_rows: samples of an epoch; None if it is not known, or if rows are packed.
         known: counted in the data; else every sample has ``max_length`` tokens, all with loss.
     """
@@ -34,6 +39,8 @@ class MicroBatchProfile:
     has_tokens: bool = True
     lengths: tuple[int, ...] = ()
     num_rows: int | None = None
+    longest: int = 0
+    completion: int = 0
 
     def text(self) -> str:
         """Return the note in the plan."""
@@ -43,6 +50,16 @@ class MicroBatchProfile:
                 "{positions} samples per micro-batch",
                 code="samples-per-micro-batch",
                 positions=positions,
+            )
+        if self.known and self.completion:
+            return UserText(
+                "{positions} tokens per micro-batch on average: prompts from the tokenized data,"
+                " with completions of {completion:token}, the most that there can be; memory is for"
+                " the {fullest} tokens of the longest",
+                code="completion-tokens-per-micro-batch",
+                positions=positions,
+                completion=self.completion,
+                fullest=f"{self.fullest:,.0f}",
             )
         if self.known:
             return UserText(
@@ -75,6 +92,10 @@ def micro_batch(config: Config) -> MicroBatchProfile:
     if cached is None or len(cached[0]) == 0:
         return longest_micro_batch(config)
     lengths, labels = cached
+    completion = config.grpo.max_completion_length if kind == "prompts" else 0
+    if completion:
+        lengths, labels = _with_completions(lengths, config)
+    num_rows = len(lengths) * (config.grpo.num_iterations if completion else 1)
     size = min(size, len(lengths))
     mean = float(lengths.mean())
     longest_samples = sorted(lengths.tolist())[-size:]
@@ -92,8 +113,21 @@ def micro_batch(config: Config) -> MicroBatchProfile:
         label_share,
         mean,
         lengths=tuple(longest_samples),
-        num_rows=None if args.packs_rows else len(lengths),
+        num_rows=None if args.packs_rows else num_rows,
+        longest=longest_samples[-1],
+        completion=completion,
     )
+
+
+def _with_completions(prompts: np.ndarray, config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, label tokens) of the completions of prompts, each of the largest length.
+
+    Args:
+        prompts: number of tokens of each prompt.
+    """
+    settings = config.grpo
+    lengths = (prompts + settings.max_completion_length).repeat(settings.num_generations)
+    return lengths, np.full_like(lengths, settings.max_completion_length)
 
 
 def longest_micro_batch(config: Config) -> MicroBatchProfile:
@@ -104,7 +138,18 @@ def longest_micro_batch(config: Config) -> MicroBatchProfile:
     num_rows = args.per_device_train_batch_size * (2 if text_kind(config) == "pairs" else 1)
     rows = (args.max_length,) * num_rows
     longest = float(sum(rows))
-    return MicroBatchProfile(longest, longest, sample=args.max_length, known=False, lengths=rows)
+    batch = MicroBatchProfile(
+        longest,
+        longest,
+        sample=args.max_length,
+        known=False,
+        lengths=rows,
+        longest=args.max_length,
+    )
+    if config.task not in ROLLOUT_TASKS:
+        return batch
+    completion = config.grpo.max_completion_length
+    return replace(batch, label_share=completion / args.max_length, completion=completion)
 
 
 def micro_batch_flops(config: Config, profile: ModelProfile, batch: MicroBatchProfile) -> float:

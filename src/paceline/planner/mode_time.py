@@ -41,13 +41,16 @@ class TimeEstimate:
     Args:
         low_s, high_s: 80 % of published results are within this range of a prediction; None if
             nothing is known about that, as on CPUs.
-        parts: seconds by kind, before earlier runs on the machine correct their sum.
+        parts: seconds by kind, before earlier runs on the machine correct their sum; without
+            ``rollout_s``.
+        rollout_s: mean seconds per step in which completions are generated.
     """
 
     seconds: float
     low_s: float | None = None
     high_s: float | None = None
     parts: EstimatedStepTime | None = None
+    rollout_s: float = 0.0
 
     @property
     def parts_s(self) -> dict[str, float] | None:
@@ -58,6 +61,12 @@ class TimeEstimate:
         low = None if self.low_s is None else self.low_s * factor
         high = None if self.high_s is None else self.high_s * factor
         return replace(self, seconds=self.seconds * factor, low_s=low, high_s=high)
+
+    def with_rollout(self, rollout_s: float) -> Self:
+        """Return the estimate with the time in which completions are generated. How far published
+        results differ from such an estimate is not known, so it has no range."""
+        seconds = self.seconds + rollout_s
+        return replace(self, seconds=seconds, low_s=None, high_s=None, rollout_s=rollout_s)
 
     @property
     def range_s(self) -> list[float] | None:
@@ -140,11 +149,7 @@ def _time_of_setup(
     cost: Cost | None,
     machine: Machine,
 ) -> TimeEstimate:
-    dtype = config.train_args.compute_format
-    if machine.timed_as is None:
-        rates, reached = _on_cpu(layout, machine, dtype)
-    else:
-        rates, reached = _on_device(setup, machine, dtype)
+    rates, reached = reached_rates(setup, layout, config, machine)
     work = count_work(setup, rates)
     if cost is not None:
         work = _waiting(work, layout, cost, machine)
@@ -152,6 +157,16 @@ def _time_of_setup(
     if machine.timed_as is None:
         return TimeEstimate(result.total_s, parts=result)
     return _estimate(result, machine, cost)
+
+
+def reached_rates(
+    setup: TrainingSetup, layout: ParallelLayout, config: Config, machine: Machine
+) -> tuple[Rates, Coefficients]:
+    """Return the rates of the machine's devices, and what a set-up reaches of them."""
+    dtype = config.train_args.compute_format
+    if machine.timed_as is None:
+        return _on_cpu(layout, machine, dtype)
+    return _on_device(setup, machine, dtype)
 
 
 def setup_of_batch(

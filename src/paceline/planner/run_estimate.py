@@ -2,8 +2,10 @@
 
 from typing import TypedDict
 
+from paceline.core.texts import UserText
 from paceline.planner.estimate import MemoryReport, ModeEstimate
 from paceline.planner.search.trials import Setting, Settings
+from paceline.planner.table import short_time
 
 
 class RunEstimate(TypedDict):
@@ -15,6 +17,7 @@ class RunEstimate(TypedDict):
     memory_bytes: MemoryReport | None
     fits: bool
     step_time_s: float | None
+    rollout_time_s: float | None
     samples_per_second: float | None
 
 
@@ -32,5 +35,32 @@ def run_estimate(mode: ModeEstimate | None, settings: Settings) -> RunEstimate:
         memory_bytes=None if report is None else report["memory_bytes"],
         fits=report is not None and report["fits"],
         step_time_s=None if report is None else report["step_time_s"],
+        rollout_time_s=None if report is None else report["rollout_time_s"],
         samples_per_second=None if report is None else report["samples_per_second"],
     )
+
+
+def rollout_notes(mode: ModeEstimate | None) -> list[str]:
+    """Return what the run needs to generate completions, one sentence each; nothing for tasks that
+    generate none, or if nothing can run."""
+    if mode is None or mode.rollout is None:
+        return []
+    notes: list[str] = []
+    if mode.time is not None:
+        text = UserText(
+            "completions: estimated to take {rollout} of the {step} of a step of {mode}, if all"
+            " have the largest length",
+            code="rollout-planned",
+            rollout=short_time(mode.rollout.seconds),
+            step=short_time(mode.time.seconds),
+            mode=mode.name,
+        )
+        notes.append(text)
+    if mode.rollout.gathers_layers:
+        text = UserText(
+            "completions: weights are gathered layer by layer for each token, which is slow,"
+            " because all of them do not fit in the free memory",
+            code="rollout-planned-by-layers",
+        )
+        notes.append(text)
+    return notes

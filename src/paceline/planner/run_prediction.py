@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.config.schema.tasks import ROLLOUT_TASKS
 from paceline.core.texts import UserText
 from paceline.parallel.registry import get_spec
 from paceline.planner.machine.local import local_machine
@@ -26,7 +27,8 @@ def predict_step(
     spec: RunSpec, model: Any, shape: ModelShape, dataset: Any, work: Workload, cost: Cost
 ) -> TimeEstimate | None:
     """Return the time that the planner predicts for a mean step of a run of a language model; None
-    on devices that the planner does not know.
+    on devices that the planner does not know, and for a task that generates completions: how many
+    tokens these have is not known before.
 
     Args:
         model: the model as the strategy has set it up.
@@ -52,6 +54,8 @@ def predict_step(
 def _predict(
     spec: RunSpec, model: Any, shape: ModelShape, dataset: Any, work: Workload, cost: Cost
 ) -> TimeEstimate | None:
+    if spec.config.task in ROLLOUT_TASKS:
+        return None
     from paceline.models.blocks import base_model
     from paceline.models.shape.dims import dims_of
 

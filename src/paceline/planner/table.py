@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 #: Only the best hybrids are shown: there are dozens for many devices.
 _SHOWN_HYBRIDS = 6
 _MODE_WIDTH = 28
-_COLUMNS = ("mode", "weights", "grads", "optim", "activ.", "total", "sent", "step", "80 %", "smp/s",
-            "fits")  # fmt: skip
+_COLUMNS = ("mode", "weights", "grads", "optim", "activ.", "rollout", "total", "sent", "step",
+            "80 %", "smp/s", "fits")  # fmt: skip
 _ANY_WIDTH = 1000
 #: Columns that a narrow terminal does without, in this order.
-_OPTIONAL = ("grads", "optim", "activ.", "weights", "80 %", "sent", "smp/s")
+_OPTIONAL = ("grads", "optim", "activ.", "weights", "rollout", "80 %", "sent", "smp/s")
 
 
 def plan_table(plan: Plan) -> Group:
@@ -170,6 +170,7 @@ class _ModeTable:
     def _table(self, omitted: Sequence[str]) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         hidden = {*omitted, *(() if _has_ranges(self.plan) else ("80 %",))}
+        hidden |= set() if _has_rollouts(self.plan) else {"rollout"}
         shown = [name for name in _COLUMNS if name not in hidden]
         for name in shown:
             is_text = name in ("mode", "fits")
@@ -192,6 +193,7 @@ def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
         cost.gradients,
         cost.optimizer,
         cost.activations,
+        cost.rollout,
         mode.total,
     )
     share = mode.total / plan.machine.memory_bytes
@@ -217,6 +219,10 @@ def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
 def _has_ranges(plan: Plan) -> bool:
     times = [mode.time for mode in plan.choice.modes if mode.time is not None]
     return any(time.range_s is not None for time in times)
+
+
+def _has_rollouts(plan: Plan) -> bool:
+    return any(mode.rollout is not None for mode in plan.choice.modes)
 
 
 def _range(time: TimeEstimate | None) -> str:
@@ -261,6 +267,11 @@ def _legend(plan: Plan) -> str:
     parts += ["→ chosen by auto"] if plan.choice.chosen else []
     if _has_ranges(plan):
         parts.append("80 %: range of the step that 80 % of published results are within")
+    if _has_rollouts(plan):
+        parts.append(
+            "rollout: peak while completions are generated; total: the larger of it and the"
+            " peak of the update"
+        )
     if plan.configured is not None and not _is_chosen(plan, plan.configured):
         parts.append("* set in the config")
     strategies = [mode.layout.strategy for mode in plan.choice.modes]

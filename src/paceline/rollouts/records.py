@@ -33,6 +33,7 @@ class RolloutGroup:
         scores: reward of each kind of each completion, NaN where it does not apply, float32
             [completions, rewards].
         texts: the text of each completion.
+        prompt_text: the text of the prompt with special tokens.
     """
 
     prompt: int
@@ -40,6 +41,7 @@ class RolloutGroup:
     completions: list[Completion]
     scores: np.ndarray
     texts: list[str] = field(default_factory=list)
+    prompt_text: str = ""
 
 
 @dataclass
@@ -81,6 +83,7 @@ class CompletionRecord(TypedDict):
         rewards: reward of each kind by name, None where it does not apply.
         reward: weighted sum of the rewards, None if none applies.
         truncated: whether the completion reached the largest length.
+        prompt_text: the text of the prompt with special tokens.
         completion: the text of the completion without special tokens.
     """
 
@@ -93,6 +96,7 @@ class CompletionRecord(TypedDict):
     reward: float | None
     advantage: float
     truncated: bool
+    prompt_text: str
     completion: str
 
 
@@ -131,6 +135,7 @@ def records_of(rollout: Rollout, names: Sequence[str]) -> list[CompletionRecord]
             "reward": _finite(float(rollout.rewards[number, index])),
             "advantage": float(rollout.advantages[number, index]),
             "truncated": completion.is_truncated,
+            "prompt_text": group.prompt_text,
             "completion": group.texts[index] if group.texts else "",
         }
         for number, group in enumerate(rollout.groups)
@@ -213,6 +218,7 @@ def _group_of(
         completions,
         np.array(scores, dtype=np.float32).reshape(len(records), len(names)),
         [str(record.get("completion", "")) for record in records],
+        str(first.get("prompt_text", "")),
     )
 
 

@@ -17,6 +17,7 @@ from paceline.config.derive import derive
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.config.schema.compression import Compression
+from paceline.config.schema.tasks import ROLLOUT_TASKS
 from paceline.core.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -93,6 +94,7 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
         RunError: the reference failed.
     """
     _check(options)
+    _check_rollouts(loaded.config, options.steps)
     configure_logging()
     log_notices(logger, loaded.notices)
     config = _verification_config(loaded.config, options.steps)
@@ -141,6 +143,26 @@ def _check(options: VerifyOptions) -> None:
         from paceline.launch.passes.checkpoint import check_output_dir
 
         check_output_dir(options.output)
+
+
+def _check_rollouts(config: Config, steps: int) -> None:
+    """Check that all modes train on the same completions.
+
+    Raises:
+        ConfigError: each mode would generate its own.
+    """
+    if config.task not in ROLLOUT_TASKS or config.grpo.replay is not None:
+        return
+    raise ConfigError(
+        "`paceline verify` cannot compare modes that generate completions (`task: {task}`): a"
+        " difference in the last digits of the weights can change a token that is drawn, and then"
+        " all tokens after it",
+        code="verify-with-rollouts",
+        fix="record the completions of {steps:step} (`paceline sft … max_steps={steps}"
+        " grpo.keep_rollouts={steps}`), and set `grpo.replay: OUTPUT_DIR/rollouts`",
+        task=config.task,
+        steps=steps,
+    )
 
 
 def _verification_config(config: Config, steps: int) -> Config:

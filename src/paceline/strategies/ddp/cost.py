@@ -34,4 +34,5 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         traffic=traffic,
         host=on_host,
         host_traffic={"optimizer": 2 * on_host} if on_host else {},
+        updated=gradients,
     )

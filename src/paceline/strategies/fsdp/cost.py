@@ -314,4 +314,6 @@ def _estimate(
         }
         if on_host
         else {},
+        updated=gradients,
+        gathered=gathered if reshard_after_forward else 0,
     )

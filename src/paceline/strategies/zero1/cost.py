@@ -1,5 +1,6 @@
 """Memory and traffic of ZeRO stage 1, and the cost terms that the ZeRO strategies share."""
 
+import math
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -155,4 +156,5 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
         | statistics_traffic(shape, num_ranks),
         host=on_host,
         host_traffic={"optimizer": 2 * on_host} if on_host else {},
+        updated=math.ceil(total_bytes(shape.trained) / num_ranks),
     )

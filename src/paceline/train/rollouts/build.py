@@ -70,7 +70,7 @@ def build_rollout_pipeline(
         order,
         options,
         generator,
-        GroupScorer(config, text_of, world.device, num_ranks, PROGRESS),
+        GroupScorer(config, text_of, tokenizer.decode, world.device, num_ranks, PROGRESS),
         PROGRESS,
         last_step=spec.derived.steps,
         accumulation=accumulation,

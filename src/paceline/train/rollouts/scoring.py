@@ -31,6 +31,7 @@ class GroupScorer:
 
     Args:
         text_of: function that returns the text of token ids without special tokens.
+        prompt_text_of: function that returns it with special tokens.
         device: device of the reward models.
         num_ranks: number of ranks of this host, which share its cores.
 
@@ -43,6 +44,7 @@ class GroupScorer:
         self,
         config: Config,
         text_of: Callable[[list[int]], str],
+        prompt_text_of: Callable[[list[int]], str],
         device: torch.device,
         num_ranks: int,
         progress: ProgressTracker,
@@ -50,6 +52,7 @@ class GroupScorer:
         self.settings, self.rewards = config.grpo, config.rewards
         self.names = reward_labels(config.rewards)
         self.weights = [reward.weight for reward in config.rewards]
+        self.prompt_text_of = prompt_text_of
         self.text_of, self.device, self.progress = text_of, device, progress
         self.spent_s = 0.0
         self._num_workers = config.grpo.reward_workers or max(
@@ -78,7 +81,14 @@ class GroupScorer:
         scores = self._scores(groups, step)
         self.spent_s += time.perf_counter() - started
         return [
-            RolloutGroup(tokens.number, tokens.ids, list(group), of_group, texts_of_group)
+            RolloutGroup(
+                tokens.number,
+                tokens.ids,
+                list(group),
+                of_group,
+                texts_of_group,
+                self.prompt_text_of(tokens.ids),
+            )
             for (tokens, _), group, of_group, texts_of_group in zip(
                 prompts, completions, scores, texts, strict=True
             )

@@ -20,6 +20,7 @@ from paceline.web.responses import NotFound, StrictJSONResponse
 from paceline.web.runs.discovery import Run
 from paceline.web.runs.index import TimelineEvent, mark_of
 from paceline.web.runs.log_lines import parse
+from paceline.web.runs.rollouts import Order, read_completions, rollout_steps
 from paceline.web.runs.stream import EventStream
 from paceline.web.runs.sweep import sweep_of
 from paceline.web.state import AppState, Panel
@@ -96,6 +97,7 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
                 "model": run.run_dir.model.is_dir(),
                 "image_processor": _reads_images(run, start.get("config")),
                 "config": read_inside(run.run_dir.config, 1) is not None,
+                "completions": bool(rollout_steps(run.run_dir.rollouts)),
             },
             "folder": str(run.root),
             "model_folder": str(run.run_dir.model),
@@ -150,6 +152,34 @@ def log(panel: Panel, id: str, tail: int = Query(500, ge=1, le=20_000)) -> Stric
             for line in output.splitlines()
         ]
     return StrictJSONResponse({"lines": lines[-tail:], "left_out": max(0, len(lines) - tail)})
+
+
+@router.get("/api/runs/{id}/completions")
+def completions(
+    panel: Panel,
+    id: str,
+    step: int | None = Query(None, ge=0, le=10**15, description="default: the latest"),
+    search: str = Query("", max_length=200, description="text in the prompt or the completion"),
+    order: Order = "file",
+    offset: int = Query(0, ge=0, le=1 << 31),
+    limit: int = Query(20, ge=1, le=100),
+) -> StrictJSONResponse:
+    """Return the steps whose completions are stored, the latest first, and some completions of one
+    of them."""
+    run = panel.runs.get(id)
+    steps = rollout_steps(run.run_dir.rollouts)
+    shown_step = step if step is not None else steps[0] if steps else None
+    page = None
+    if shown_step is not None:
+        page = read_completions(run.run_dir.rollouts, shown_step, search, order, offset, limit)
+    if page is None:
+        raise NotFound(
+            "{run} has no stored completions of this step",
+            code="no-stored-completions",
+            fix="choose a later step: a run keeps the latest `grpo.keep_rollouts` files",
+            run=run.name,
+        )
+    return StrictJSONResponse({"steps": steps, "step": shown_step, **page})
 
 
 @router.get("/api/runs/{id}/config", response_class=PlainTextResponse)

@@ -18,6 +18,7 @@ const TABS = [
   "memory",
   "world",
   "samples",
+  "completions",
   "log",
   "config",
   "checkpoints",
@@ -32,6 +33,7 @@ const TAB_MODULES = {
   memory: () => import("./run/memory.js"),
   world: () => import("./run/world.js"),
   samples: () => import("./run/samples.js"),
+  completions: () => import("./run/completions.js"),
   log: () => import("./run/log.js"),
   config: () => import("./run/config.js"),
   checkpoints: () => import("./run/checkpoints.js"),
@@ -79,7 +81,7 @@ export async function show(root, params, ctx) {
       tabs,
       tabLinks(
         t("run.tabs"),
-        TABS.map((tabName) => [tabName, t(`tab.${tabName}`), `#/run/${store.id}/${tabName}`]),
+        TABS.filter((tabName) => isShown(tabName, name)).map((tabName) => [tabName, t(`tab.${tabName}`), `#/run/${store.id}/${tabName}`]),
         name,
       ),
     );
@@ -104,6 +106,10 @@ export async function show(root, params, ctx) {
             : errorState(error, () => open({ tab: requestedTab, query })),
         );
     }
+  }
+  // Only runs that generate completions have their tab.
+  function isShown(tabName, current) {
+    return tabName !== "completions" || tabName === current || store.run.has?.completions;
   }
   await open(params);
   store.listen();

@@ -91,7 +91,7 @@ export async function show(root, store) {
 }
 
 // What comes before the answer. A prompt without a chat template is one turn of the user.
-const bubble = ({ role, text }) =>
+export const bubble = ({ role, text }) =>
   h(
     "div",
     { class: BUBBLES[role ?? "user"] ?? "instruction" },
