@@ -2,6 +2,7 @@
 they show agrees with the recorded traffic and with a reference."""
 
 import json
+import statistics
 import xml.etree.ElementTree as ET
 from typing import Any
 
@@ -174,6 +175,29 @@ def test_accumulation_divides_by_the_global_number_of_tokens(ranks: int) -> None
     counts = content["frames"][3]["collectives"]
     # One float64 number; an all-reduce sends 2(N-1)/N of it.
     assert [each["sent_bytes"] for each in counts] == [round(2 * (ranks - 1) / ranks * 8)]
+
+
+@pytest.mark.parametrize("ranks", [2, 7])
+def test_grpo_computes_advantages_and_the_clipped_loss(ranks: int) -> None:
+    _, content = _record("grpo", ranks)
+    total, tokens = 0.0, 0
+    for rank in range(ranks):
+        rewards = content["rewards"][rank]
+        mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
+        advantages = [(reward - mean) / (deviation + 1e-4) for reward in rewards]
+        assert content["advantages"][rank] == pytest.approx(advantages)
+        ratios = iter(content["ratios"][rank])
+        for completion, advantage in zip(content["completions"][rank], advantages, strict=True):
+            tokens += len(completion)
+            for _ in completion:
+                ratio = next(ratios)
+                total -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+    assert content["total_tokens"] == tokens
+    assert content["losses"][1] == pytest.approx(total / tokens, rel=1e-4)
+    assert content["losses"][1] < content["losses"][0]
+    clipped = [is_clipped for part in content["clipped"] for is_clipped in part]
+    assert any(clipped)
+    assert not all(clipped)
 
 
 def test_precision_skips_the_steps_that_overflow_on_one_rank() -> None:

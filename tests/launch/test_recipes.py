@@ -57,6 +57,8 @@ def test_each_recipe_has_a_stand_in() -> None:
     # The job array has a test of its own, which needs Slurm.
     for name in (*STAND_INS, "slurm-lora-ranks"):
         assert page.count(f"| `{name}` |") == 2  # what it is for, and what is predicted
+    # Measured, not predicted, and trained by tests/tasks/grpo/test_grpo_recipe.py.
+    assert page.count("| `grpo-letters` |") == 1
 
 
 @pytest.mark.soak

@@ -116,6 +116,10 @@ TOPICS = {
         "workers that train independently and are synchronized every few steps",
         algorithms=("local_sgd", "diloco"),
     ),
+    "grpo": Topic(
+        "grpo:GroupPolicyTopic",
+        "how rewards of a group of completions become advantages and the clipped loss",
+    ),
     "recovery": Topic(
         "recovery:record",
         "a rank that dies, the rollback to a checkpoint, and the same digest",

@@ -53,6 +53,9 @@ const en = {
   "learn.local-sgd": "Local SGD and DiLoCo",
   "learn.local-sgd.text":
     "Workers that train independently, drift apart, and are synchronized every few steps.",
+  "learn.grpo": "GRPO",
+  "learn.grpo.text":
+    "How the rewards of a group of completions become advantages and the clipped loss.",
   "learn.recovery": "Recovery",
   "learn.recovery.text":
     "A rank dies; the run goes back to its checkpoint and ends with the same digest.",
@@ -104,6 +107,8 @@ const zh = {
   "learn.compression.text": "稀疏梯度，以及保存未发送部分的残差。",
   "learn.local-sgd": "Local SGD 与 DiLoCo",
   "learn.local-sgd.text": "各 worker 独立训练、逐渐偏离，每隔几步同步一次。",
+  "learn.grpo": "GRPO",
+  "learn.grpo.text": "一组回答的奖励如何变成优势，再变成带裁剪的损失。",
   "learn.recovery": "故障恢复",
   "learn.recovery.text": "一个 rank 被杀死后，训练回到检查点，最终得到相同的摘要。",
 };
