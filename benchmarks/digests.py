@@ -62,6 +62,13 @@ CLICKS = (
     "recommend.table_size=500",
     "train_args.weight_decay=0",
 )
+ROLLOUTS = (
+    "dataset={data}/prompts.jsonl",
+    "rewards=[{{name: format, pattern: '.*e.*'}}]",
+    "grpo.num_generations=4",
+    "grpo.max_completion_length=8",
+    "grpo.beta=0.1",
+)
 SERVER = (*CLICKS, "parallel.mode=parameter_server")
 #: What a mode needs besides its name.
 MODES = {
@@ -131,6 +138,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         "dataset={data}/pairs.jsonl",
         "train_args.optim=adafactor",
     ),
+    "task/grpo": ("task=grpo", *ROLLOUTS, "grpo.num_iterations=2"),
+    "task/rloo": ("task=rloo", *ROLLOUTS),
     "task/classify-text": ("task=classify", "dataset={data}/labels.jsonl"),
     "task/classify-images": (
         "task=classify",
@@ -307,6 +316,7 @@ def _write_data(folder: Path, environment: dict[str, str]) -> None:
     )
     write("labels", [{"text": phrase(), "label": VOCABULARY[row % 3]} for row in indices])
     write("images", [chat(f"<image>{phrase()}") | {"images": [f"{row}.png"]} for row in indices])
+    write("prompts", [{"prompt": phrase()} for _ in indices])
     _write_images(folder)
     _write_models(folder, environment)
 
