@@ -151,9 +151,9 @@ class GroupPolicyTopic(RankTopic):
         yield RankFrame(
             PageText(
                 "First update: the weights have not changed since the rollout, so all ratios are 1."
-                " The loss is {loss}. The gradient of a token raises its probability if the advantage is"
-                " positive, and lowers it if it is negative. The same step from one letter to the"
-                " next in several completions gets the sum.",
+                " The loss is {loss}. The gradient of a token raises its probability if the"
+                " advantage is positive, and lowers it if it is negative. The same step from one"
+                " letter to the next in several completions gets the sum.",
                 loss=number_text(self.losses[0]),
             ),
             (self._texts(), advantages, DrawnRow("ratio", cells_of(self.first_ratios))),
