@@ -471,3 +471,25 @@ def test_backward_of_varlen() -> None:
         (-1, -1),
     )
     torch.testing.assert_close(results, expected)
+
+
+def test_backward_of_a_simulated_activation_is_one_operation():
+    restore = torch_internals.keep_single_kernels()
+    try:
+        with torch_internals.FakeTensorMode(), OperationLog() as log:
+            x = torch.ones(2, 3, device="cuda", requires_grad=True)
+            torch.nn.functional.silu(x).sum().backward()
+    finally:
+        restore()
+    names = [torch_internals.operation_name(op) for op, _ in log.operations]
+    assert "silu_backward" in names
+    assert "sigmoid" not in names
+
+
+def test_rows_that_are_added_to_zeros_are_recognized():
+    with torch_internals.FakeTensorMode(), OperationLog() as log:
+        rows, indices = torch.ones(2, 3), [torch.tensor([0, 1])]
+        torch.zeros(4, 3).index_put(indices, rows, accumulate=True)
+        torch.zeros(4, 3).index_put(indices, rows)
+    adds = [torch_internals.adds_to_zeros(op, args) for op, args in log.operations]
+    assert adds.count(True) == 1

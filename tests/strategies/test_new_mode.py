@@ -66,7 +66,7 @@ def test_is_listed_in_the_table_of_the_docs(package: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     text = page.read_text(encoding="utf-8")
     assert "| `late_ddp` | yes |" in text
-    assert "- `train_args.optim: lion` is not supported with `parallel.mode: late_ddp`" in text
+    assert "- `train_args.optim: lion` is not supported with `late_ddp`" in text
 
 
 def test_limits_are_checked(package: Path, tmp_path: Path) -> None:

@@ -118,6 +118,15 @@ def rate(value: Any) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
+def short_time(seconds: float) -> str:
+    """Return a time of at most seven characters: ``12 ms``, ``1.3 s``, ``24 min``, ``3.1 h``."""
+    for limit, unit, size in ((1.0, "ms", 1e-3), (99.5, "s", 1.0), (5970.0, "min", 60.0)):
+        if seconds < limit:
+            figure = f"{seconds / size:.0f}" if unit == "min" else significant(seconds / size)
+            return f"{figure} {unit}"
+    return f"{significant(seconds / 3600)} h"
+
+
 def significant(figure: float, digits: int = 3) -> str:
     """Format a number with this many significant digits, without an exponent if it is large:
     ``0.123``, ``12.3``, ``1,230``."""

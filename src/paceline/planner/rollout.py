@@ -23,9 +23,9 @@ _MAX_SHARE = 0.7
 #: float32, the cumulative sum in float64, and two integers.
 _DRAWN_BYTES = 4 + 4 + 8 + 8 + 8
 
-#: Operations of a token outside of the layers, in units of those of a layer. Operations of a layer
-#: that extends the keys and values, in units of those in training, on a CPU. Both were measured on
-#: CPU ranks with models of 1 to 16 layers.
+#: Operations of a token outside of the layers, in units of the operations of a layer. Operations of
+#: a layer that extends the keys and values, by its operations in training, on a CPU. Both were
+#: measured on CPU ranks with models of 1 to 16 layers.
 _OUTSIDE_LAYERS, _CACHING = 2, 2.2
 
 
@@ -46,7 +46,7 @@ class RolloutEstimate:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _GroupWork:
     """The completions of a prompt, which a rank generates at once.
 
     Args:
@@ -115,7 +115,7 @@ def estimate_rollout(
     gathers_layers = gathered > _MAX_SHARE * (machine.memory_bytes - held)
     if gathers_layers:
         gathered = min(gathered, _largest_units(profile.shape))
-    time = _GroupTime.of(layout, config, profile, batch, group, machine)
+    time = _GroupWorkTime.of(layout, config, profile, batch, group, machine)
     seconds = 0.0
     if time is not None:
         tokens_s = group.completion * cost.gathered / time.link_bytes_s if gathers_layers else 0.0
@@ -130,10 +130,10 @@ def estimate_rollout(
 
 def _group(
     dims: LanguageDims, shape: ModelShape, config: Config, batch: MicroBatchProfile
-) -> _Group:
+) -> _GroupWork:
     settings = config.grpo
     is_low = config.train_args.compute_format in ("bfloat16", "float16")
-    return _Group(
+    return _GroupWork(
         dims,
         settings.num_generations,
         max(1, batch.longest - settings.max_completion_length),
@@ -165,7 +165,7 @@ def _scored(config: Config) -> int:
 
 
 @dataclass(frozen=True)
-class _GroupTime:
+class _GroupWorkTime:
     """The time of a group of completions.
 
     Args:
@@ -185,13 +185,13 @@ class _GroupTime:
         config: Config,
         profile: ModelProfile,
         batch: MicroBatchProfile,
-        group: _Group,
+        group: _GroupWork,
         machine: Machine,
     ) -> Self | None:
         """Return the time; None if the widths of the model are not known.
 
         For each token, all weights, keys and values are read once. A product takes the time to read
-        them, or that of its operations if it is longer.
+        them, or the time of its operations if it is longer.
         """
         setup = setup_of_batch(config, profile, layout, batch)
         if setup is None:

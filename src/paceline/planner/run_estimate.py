@@ -2,10 +2,10 @@
 
 from typing import TypedDict
 
+from paceline.core.formatting import short_time
 from paceline.core.texts import UserText
 from paceline.planner.estimate import MemoryReport, ModeEstimate
 from paceline.planner.search.trials import Setting, Settings
-from paceline.planner.table import short_time
 
 
 class RunEstimate(TypedDict):

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import short_count
+from paceline.core.formatting import short_count, short_time
 from paceline.planner.search.machines import Offer
 from paceline.planner.search.search import Candidate
-from paceline.planner.table import short_time
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import counted, short_count, significant
+from paceline.core.formatting import counted, short_count, short_time, significant
 from paceline.planner.estimate import USABLE, ModeEstimate
 from paceline.planner.search.trials import settings_text
 
@@ -242,15 +242,6 @@ def short_size(size_bytes: float) -> str:
             return f"{size_bytes:.{digits}f}{unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f}T"
-
-
-def short_time(seconds: float) -> str:
-    """Return a time of at most seven characters: ``12 ms``, ``1.3 s``, ``24 min``, ``3.1 h``."""
-    for limit, unit, size in ((1.0, "ms", 1e-3), (99.5, "s", 1.0), (5970.0, "min", 60.0)):
-        if seconds < limit:
-            figure = f"{seconds / size:.0f}" if unit == "min" else significant(seconds / size)
-            return f"{figure} {unit}"
-    return f"{significant(seconds / 3600)} h"
 
 
 def _legend(plan: Plan) -> str:

@@ -5,9 +5,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.files import human_bytes
-from paceline.core.formatting import rank_names, significant
+from paceline.core.formatting import rank_names, short_time, significant
 from paceline.planner.machine.hardware import Machine
-from paceline.planner.table import short_size, short_time
+from paceline.planner.table import short_size
 from paceline.simulation.records import RESERVED_SHARE, RankReport, Verdict
 from paceline.simulation.run import Simulation
 
