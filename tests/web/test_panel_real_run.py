@@ -57,6 +57,7 @@ def test_shows_a_run_from_start_to_end(serve, tmp_path):
         "model": True,
         "image_processor": False,
         "config": True,
+        "completions": False,
     }
     series = served.get(f"/api/runs/{id}/series")
     assert series["step"] == list(range(1, 9))
