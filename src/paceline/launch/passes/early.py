@@ -11,6 +11,7 @@ from paceline.checkpoint.format import name_of
 from paceline.checkpoint.urls import check_url, is_url
 from paceline.config.metrics.evaluation import check_lm_eval, check_metrics
 from paceline.config.packages import check_loggers, check_optimizer_package
+from paceline.config.schema.grpo import check_completions_per_batch
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.distributed.environment import scheduled_host, with_scheduler
@@ -99,8 +100,12 @@ def check_files(draft: Draft) -> None:
 
 
 def check_rewards(draft: Draft) -> None:
-    """Check that the functions, packages and models of the rewards exist."""
+    """Check that the functions, packages and models of the rewards exist, and that a given global
+    batch has whole groups of completions: without that, no mode would be possible."""
     if draft.config.rewards:
         from paceline.rewards.functions import check_reward_sources  # not needed by most runs
 
         check_reward_sources(draft.config)
+        size = draft.config.train_args.global_batch_size
+        if size is not None:
+            check_completions_per_batch(size, draft.config.grpo)
