@@ -66,7 +66,7 @@ def test_reward_may_be_written_without_a_list(load: Load) -> None:
         ("[{name: soft_overlong}]", "overlong-without-cache"),
         ("[{name: soft_overlong, cache: 1.5}]", "invalid-reward-option"),
         ("[{name: soft_overlong, cache: 10, max_length: 0}]", "invalid-reward-option"),
-        ("[{name: soft_overlong, cache: 257}]", "overlong-cache"),
+        ("[{name: soft_overlong, cache: 513}]", "overlong-cache"),
         ("[{name: soft_overlong, cache: 20, max_length: 10}]", "overlong-cache"),
         ("[]", "no-rewards"),
         ("null", "no-rewards"),

@@ -46,7 +46,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "local_sgd": (4, {"mode": "local_sgd"}),
     "diloco": (4, {"mode": "diloco"}),
 }
-#: Layouts of mixtures, most of which divide the experts.
+#: Layouts of mixtures. Most of them divide the experts.
 MIXTURE_MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (4, {"mode": "ddp"}),
     "zero3": (4, {"mode": "zero3"}),

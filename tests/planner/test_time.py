@@ -135,7 +135,7 @@ def test_tensor_parallelism_waits_for_its_exchanges() -> None:
 def test_experts_wait_for_the_predicted_exchange(
     tmp_path: Path, parallel: dict[str, int], recompute: bool
 ) -> None:
-    """The bytes that the time counts are those of the traffic, except for the numbers of tokens."""
+    """The time counts the same bytes as the traffic, except for the numbers of tokens."""
     fields = {"model_type": "mixtral", "hidden_size": 256, "num_hidden_layers": 3}
     fields |= {"num_attention_heads": 4, "num_local_experts": 4, "intermediate_size": 128}
     fields["num_experts_per_tok"] = 2

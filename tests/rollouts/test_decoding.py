@@ -1,4 +1,4 @@
-"""Completions with a cache of keys and values are those of full forward passes."""
+"""Completions with a cache of keys and values equal the completions of full forward passes."""
 
 import pytest
 import torch

@@ -99,5 +99,5 @@ def chosen_letter(text: str) -> str | None:
 
 def letter_of(gold: str) -> str | None:
     """Return the letter of a right answer, such as ``B``, ``(b)`` or ``B. Paris``."""
-    found = _LETTER.match(final_answer(gold))
-    return found[1].upper() if found else None
+    letter = _LETTER.match(final_answer(gold))
+    return letter[1].upper() if letter else None

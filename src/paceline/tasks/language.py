@@ -76,8 +76,7 @@ class LanguageTask(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        is_builtin = config.model.startswith("builtin:")
-        self.default_learning_rate = 1e-3 if is_builtin else 2e-5
+        self.default_learning_rate = 1e-3 if config.model.startswith("builtin:") else 2e-5
         if config.lora.enable:
             self.default_learning_rate = 1e-4
         self.packed = config.train_args.packing is not False

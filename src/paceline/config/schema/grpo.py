@@ -108,8 +108,8 @@ def _check_entry(number: int, entry: object) -> dict[str, JsonValue]:
                 number=number,
             )
         )
-    given = {str(key): value for key, value in entry.items() if value is not None}
-    kinds = [kind for kind in _KINDS if kind in given]
+    fields = {str(key): value for key, value in entry.items() if value is not None}
+    kinds = [kind for kind in _KINDS if kind in fields]
     if len(kinds) != 1:
         raise ValueError(
             UserText(
@@ -118,39 +118,39 @@ def _check_entry(number: int, entry: object) -> dict[str, JsonValue]:
                 number=number,
             )
         )
-    _check_texts(number, given)
-    if "name" in given and given["name"] not in REWARDS:
+    _check_texts(number, fields)
+    if "name" in fields and fields["name"] not in REWARDS:
         raise ValueError(
             UserText(
                 "entry {number}: there is no built-in reward `{name}`; choose from {known}, or name"
                 " a function of your own: {function: ./rewards.py:NAME}",
                 code="unknown-reward",
                 number=number,
-                name=given["name"],
+                name=fields["name"],
                 known=", ".join(REWARDS),
             )
         )
-    _check_options(number, kinds[0], given)
-    return given
+    _check_options(number, kinds[0], fields)
+    return fields
 
 
-def _check_texts(number: int, given: Mapping[str, JsonValue]) -> None:
+def _check_texts(number: int, fields: Mapping[str, JsonValue]) -> None:
     for key in (*_KINDS, "column", "pattern"):
-        value = given.get(key, "text")
+        value = fields.get(key, "text")
         if not isinstance(value, str) or not value.strip():
             raise _invalid(number, key, value, "text that is not empty")
-    weight = given.get("weight", 1.0)
+    weight = fields.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise _invalid(number, "weight", weight, "a finite number")
-    location, _, name = str(given.get("function", "./file.py:name")).strip().rpartition(":")
+    location, _, name = str(fields.get("function", "./file.py:name")).strip().rpartition(":")
     if not location or not name.isidentifier():
         form = "./file.py:NAME or package.module:NAME"
-        raise _invalid(number, "function", given["function"], form)
+        raise _invalid(number, "function", fields["function"], form)
 
 
-def _check_options(number: int, kind: str, given: Mapping[str, JsonValue]) -> None:
-    options = REWARDS[str(given["name"])] if kind == "name" else ()
-    for key in given:
+def _check_options(number: int, kind: str, fields: Mapping[str, JsonValue]) -> None:
+    options = REWARDS[str(fields["name"])] if kind == "name" else ()
+    for key in fields:
         if key not in (kind, "weight", *options):
             raise ValueError(
                 UserText(
@@ -160,15 +160,15 @@ def _check_options(number: int, kind: str, given: Mapping[str, JsonValue]) -> No
                     number=number,
                     key=key,
                     kind=kind,
-                    value=given[kind],
+                    value=fields[kind],
                     accepted_keys=", ".join((kind, "weight", *options)),
                 )
             )
     for key, lowest in (("max_length", 1), ("cache", 0)):
-        value = given.get(key, lowest)
+        value = fields.get(key, lowest)
         if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
             raise _invalid(number, key, value, f"a whole number of at least {lowest}")
-    if kind == "name" and given["name"] == "soft_overlong" and "cache" not in given:
+    if kind == "name" and fields["name"] == "soft_overlong" and "cache" not in fields:
         raise ValueError(
             UserText(
                 "entry {number}: soft_overlong requires `cache`, the number of tokens before"
@@ -177,7 +177,7 @@ def _check_options(number: int, kind: str, given: Mapping[str, JsonValue]) -> No
                 number=number,
             )
         )
-    _check_pattern(number, given.get("pattern"))
+    _check_pattern(number, fields.get("pattern"))
 
 
 def _check_pattern(number: int, pattern: JsonValue) -> None:

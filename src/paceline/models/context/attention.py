@@ -128,7 +128,7 @@ def _report_gather(place: ContextPlace, head_size: int) -> None:
         place.gathered_head_sizes.add(head_size)
         text = UserText(
             "context: layers with heads of size {head_size} exchange keys and values by `gather`,"
-            " not by `ring`: there is no kernel for blocks of them",
+            " not by `ring`, because there is no kernel for blocks with heads of this size",
             code="context-layers-gathered",
             head_size=head_size,
         )

@@ -15,9 +15,6 @@ from paceline.config.schema.grpo import Grpo
 
 #: Sum of the values of a metric, and the number of values.
 Metric = tuple[torch.Tensor, torch.Tensor]
-#: Largest weight of a token that another engine has drawn (truncated importance sampling; Yao et
-#: al., 2025).
-LARGEST_WEIGHT = 2.0
 
 
 class SumByRow(Protocol):
@@ -83,12 +80,10 @@ class GroupObjective:
 
     Args:
         beta: weight of the divergence from the reference model.
-        corrects: whether tokens are weighted because another engine has drawn them.
     """
 
     settings: Grpo
     beta: float
-    corrects: bool = False
 
     def count(self, rows: int, tokens: float) -> float:
         """Return the term of a micro-batch in the divisor of the loss.
@@ -114,8 +109,6 @@ class GroupObjective:
         advantages = tokens.by_token(tokens.advantages)
         ratio, (lowest, highest) = log_ratio.exp(), _bounds(settings)
         losses = -torch.min(ratio * advantages, ratio.clamp(lowest, highest) * advantages)
-        if self.corrects:
-            losses = losses * importance_weights(tokens)
         is_clipped = ((ratio < lowest) & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
         clipped = tokens.mean(is_clipped.to(mask.dtype))
         if is_by_sequence:  # one ratio for each completion
@@ -141,7 +134,6 @@ class LeaveOneOutObjective:
     rewards."""
 
     settings: Grpo
-    corrects: bool = False
 
     def count(self, rows: int, tokens: float) -> float:
         """As in :meth:`GroupObjective.count`."""
@@ -153,9 +145,6 @@ class LeaveOneOutObjective:
         ratio = tokens.sum_by_row((tokens.logps - tokens.generated_logps) * mask).exp()
         lowest, highest = _bounds(self.settings)
         losses = -torch.min(ratio * advantages, ratio.clamp(lowest, highest) * advantages)
-        if self.corrects:
-            weights = tokens.sum_by_row(importance_weights(tokens) * mask) / tokens.lengths
-            losses = losses * weights
         is_clipped = ((ratio < lowest) & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
         metrics = _common_metrics(tokens)
         metrics["clip_ratio"] = is_clipped.to(mask.dtype).sum(), torch.ones_like(ratio).sum()
@@ -165,13 +154,6 @@ class LeaveOneOutObjective:
 
 
 Objective = GroupObjective | LeaveOneOutObjective
-
-
-def importance_weights(tokens: CompletionTokens) -> torch.Tensor:
-    """Return the ratio of the probability of each token in training to the probability with which
-    it was drawn, at most :data:`LARGEST_WEIGHT`."""
-    log_weights = tokens.generated_logps - tokens.sampled_logps
-    return log_weights.exp().clamp(max=LARGEST_WEIGHT)
 
 
 def _bounds(settings: Grpo) -> tuple[float, float]:

@@ -72,8 +72,8 @@ class CompletionBatch(TokenBatch, total=False):
     metric_sums: MetricSums
 
 
-#: Engines that the config names and that are not built yet.
-UNTESTED_ENGINES = ("vllm", "continuous_batching")
+#: Engines of the config with which no completions are generated in this version.
+OTHER_ENGINES = ("vllm", "continuous_batching")
 #: Number of rows that are read to find out whether the data has the columns of the rewards.
 _CHECKED_ROWS = 1000
 #: The values of a sample that each token of its completion has.
@@ -154,16 +154,12 @@ class GrpoTask(SequenceTask):
         settings = config.grpo
         self.beta = settings.beta_of(config.task)
         is_rloo = config.task == "rloo"
-        # Other engines compute other log-probabilities than the training.
-        corrects = settings.engine in ("vllm", "continuous_batching")
         self.objective: Objective = (
-            LeaveOneOutObjective(settings, corrects)
-            if is_rloo
-            else GroupObjective(settings, self.beta, corrects)
+            LeaveOneOutObjective(settings) if is_rloo else GroupObjective(settings, self.beta)
         )
         #: Whether the log-probabilities with the weights that generate must be known before the
         #: first update.
-        self.needs_old_logps = is_rloo or settings.num_iterations > 1 or corrects
+        self.needs_old_logps = is_rloo or settings.num_iterations > 1
         self.needs_reference = self.beta > 0
         kl = ("kl",) if self.needs_reference else ()
         self.step_metrics = ("entropy", "clip_ratio", "logprob_diff", *kl)
@@ -211,7 +207,7 @@ class GrpoTask(SequenceTask):
              "leave `evaluation.metrics` out"),
             (config.evaluation.mode == "rank0", "evaluation.mode: rank0", "all ranks generate"
              " completions", "set `evaluation.mode: distributed`"),
-            (settings.engine in UNTESTED_ENGINES, f"grpo.engine: {settings.engine}", "completions"
+            (settings.engine in OTHER_ENGINES, f"grpo.engine: {settings.engine}", "completions"
              " are generated with transformers in this version", "leave `grpo.engine` out"),
             (settings.max_completion_length >= longest, "grpo.max_completion_length:"
              f" {settings.max_completion_length}", f"no token of `train_args.max_length: {longest}`"
@@ -282,7 +278,8 @@ class GrpoTask(SequenceTask):
                     )
 
     def metric_names(self, prepared: Prepared) -> list[str]:
-        return ["loss", "reward", "reward_std", "completion_length", "truncated"]
+        rewards = (f"rewards/{label}" for label in reward_labels(self.config.rewards))
+        return ["loss", "reward", "completion_length", "truncated", *rewards]
 
     # -- on every rank
     def build_datasets(self) -> tuple[CompletionRows, CompletionRows | None]:

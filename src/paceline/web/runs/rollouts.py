@@ -53,8 +53,8 @@ def rollout_steps(folder: Path) -> list[int]:
         names = os.listdir(folder)
     except OSError:
         return []
-    found = [match for match in map(_FILE.match, names) if match is not None]
-    return sorted((int(match[1]) for match in found), reverse=True)[:_MAX_FILES]
+    matches = [match for match in map(_FILE.match, names) if match is not None]
+    return sorted((int(match[1]) for match in matches), reverse=True)[:_MAX_FILES]
 
 
 def read_completions(
