@@ -80,7 +80,7 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 #: Number of parts for `--soak-part`. The part of a test follows from its name, so that it stays
 #: the same when other tests are added.
-NUM_SOAK_PARTS = 10
+NUM_SOAK_PARTS = 16
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,6 +21,14 @@ from paceline.rewards.group import CompletionGroup
 from paceline.rewards.scorer import RewardScorer
 
 Start = Callable[..., RewardScorer]
+Children = Callable[[], list[psutil.Process]]
+
+
+@pytest.fixture
+def children() -> Children:
+    """List the child processes that began after the test did; earlier tests leave fork servers."""
+    before = {process.pid for process in psutil.Process().children()}
+    return lambda: [p for p in psutil.Process().children() if p.pid not in before]
 
 
 @pytest.fixture
@@ -302,13 +310,13 @@ def reward(level, completions, **kwargs):
     ],
 )
 def test_function_that_hangs_is_ended(
-    start: Start, source: str, capfd: pytest.CaptureFixture[str]
+    start: Start, source: str, children: Children, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scorer = start(source, timeout_s=0.3)
     with raises_error(RunError, code="reward-hangs", naming="0.3 s at step 2"):
         scorer.score([group()], 2)
     assert "own_rewards.py" in capfd.readouterr().err  # the line that it executed
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 @pytest.mark.soak
@@ -347,13 +355,13 @@ def second(completions, **kwargs):
     assert scorer.score([group()], 1)[0, 0].tolist() == [1.0, 2.0]
 
 
-def test_signals_to_the_process_group_do_not_end_it(start: Start) -> None:
+def test_signals_to_the_process_group_do_not_end_it(start: Start, children: Children) -> None:
     scorer = start(
         "import os, signal\ndef reward(completions, **kwargs):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return [1] * len(completions)\n"
     )
-    (child,) = psutil.Process().children()
+    (child,) = children()
     child.send_signal(signal.SIGTERM)
     assert os.getpgid(child.pid) != os.getpgid(0)
     assert scorer.score([group()], 1).tolist() == [[[1.0], [1.0]]]
@@ -401,16 +409,16 @@ def test_processes_inherit_no_files(start: Start, tmp_path: Path) -> None:
     ],
 )
 def test_file_that_cannot_be_imported(
-    start: Start, source: str, kind: type[RunError], code: str
+    start: Start, source: str, kind: type[RunError], code: str, children: Children
 ) -> None:
     with raises_error(kind, code=code):
         start(source, workers=2)
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
-def test_rewards_of_models_are_left_out(tmp_path: Path) -> None:
+def test_rewards_of_models_are_left_out(children: Children) -> None:
     scorer = RewardScorer([RewardEntry(model="./model")], Grpo(), 2)
-    assert psutil.Process().children() == []
+    assert children() == []
     assert np.isnan(scorer.score([group()], 1)).all()
     mixed = RewardScorer([RewardEntry(model="./model"), RewardEntry(name="exact")], Grpo(), 1)
     rewards = mixed.score([group(4, answer="44")], 1)
