@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prepared_tokens import save
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.encoding.prepare import prepare_tokens
 from paceline.data.text import formats, refused_rows
 from paceline.models.builtin import resolve_model
-from tests.prepared_tokens import save
 
 
 def make_rows(kind: str, number: int) -> list[dict[str, Any]]:

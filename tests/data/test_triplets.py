@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from prepared_tokens import save
 
 from paceline.config.schema import Config
 from paceline.data.collate import pad_tokens
@@ -17,7 +18,6 @@ from paceline.data.text.messages import read_text
 from paceline.data.text.token_columns import NumberColumn
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import resolve_model
-from tests.prepared_tokens import save
 
 NAMES = ("anchor", "positive", "negative")
 KIND = f"{__file__}:TripletKind"  # the line that names the kind
