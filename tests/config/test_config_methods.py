@@ -141,6 +141,39 @@ def test_rejects_what_preference_training_lacks(load: Load, text: str, expected:
             {"loss_type": "dr_grpo", "scale_rewards": "none"},
         ),
         (
+            "rlhf_type: grpo\nreward_funcs: [cosine, repetition]\ncosine_max_len: 90\n"
+            "cosine_max_len_value_wrong: -0.1\nrepetition_n_grams: 4",
+            "grpo",
+            [
+                {
+                    "name": "cosine",
+                    "column": "solution",
+                    "max_length": 90,
+                    "correct": [1.0, 0.5],
+                    "wrong": [-0.5, -0.1],
+                },
+                {"name": "repetition", "ngram_size": 4, "max_penalty": -1.0},
+            ],
+            {},
+        ),
+        (
+            "task: grpo\nsystem_prompt: s\nreward_funcs: [cosine, reasoning_accuracy_reward]\n"
+            "cosine_min_value_correct: 0.2",
+            "grpo",
+            [
+                {
+                    "name": "cosine",
+                    "column": "solution",
+                    "max_length": 1000,
+                    "unit": "characters",
+                    "correct": [1.0, 0.2],
+                    "wrong": [0.0, -0.5],
+                },
+                {"name": "math", "column": "solution", "after": "</think>"},
+            ],
+            {},
+        ),
+        (
             "rlhf_type: grpo\nreward_funcs: soft_overlong\nsoft_cache_length: 9\n"
             "soft_max_length: 90",
             "grpo",
@@ -166,7 +199,7 @@ def test_reads_rewards(
     ("text", "expected"),
     [
         ("reward_funcs: [code]", "needs a sandbox"),
-        ("reward_funcs: [cosine]", "it is not built in; write a reward function"),
+        ("reward_funcs: [toolbench]", "it is not built in; write a reward function"),
         ("reward_funcs: [external_math]", "`external_math` is not a known reward"),
         ("reward_funcs: [accuracy]\nreward_weights: [1, 2]", "2 weights for 1 rewards"),
         ("reward_funcs: [accuracy]\nreward_model_plugin: p", "with TRL's signature"),

@@ -6,7 +6,8 @@ import pytest
 from raised import raises_error
 
 from paceline.config.load import Loaded, load_stored, own_keys
-from paceline.config.schema.grpo import Grpo, check_completions_per_batch, reward_labels
+from paceline.config.schema.grpo import Grpo, check_completions_per_batch
+from paceline.config.schema.rewards import reward_labels
 from paceline.core.errors import ConfigError
 
 BASE = "model: m\ndataset: d\n"
@@ -63,7 +64,22 @@ def test_reward_may_be_written_without_a_list(load: Load) -> None:
         ("[{function: ./a.py}]", "invalid-reward-option"),
         ("[{function: 'length'}]", "invalid-reward-option"),
         ("[{function: './a.py:'}]", "invalid-reward-option"),
-        ("[{name: soft_overlong}]", "overlong-without-cache"),
+        ("[{name: soft_overlong}]", "reward-without-option"),
+        ("[{name: count}]", "reward-without-option"),
+        ("[{name: tags}]", "reward-without-option"),
+        ("[{name: tags, tags: []}]", "invalid-reward-option"),
+        ("[{name: tags, tags: [a, '']}]", "invalid-reward-option"),
+        ("[{name: tags, tags: a}]", "invalid-reward-option"),
+        ("[{name: count, pattern: a, count: 0}]", "invalid-reward-option"),
+        ("[{name: count, pattern: '['}]", "invalid-reward-pattern"),
+        ("[{name: cosine, correct: [1]}]", "invalid-reward-option"),
+        ("[{name: cosine, wrong: [0, .inf]}]", "invalid-reward-option"),
+        ("[{name: cosine, unit: words}]", "invalid-reward-option"),
+        ("[{name: cosine, cache: 3}]", "unknown-reward-option"),
+        ("[{name: repetition, max_penalty: 0.5}]", "invalid-reward-option"),
+        ("[{name: repetition, ngram_size: true}]", "invalid-reward-option"),
+        ("[{name: exact, after: 5}]", "invalid-reward-option"),
+        ("[{name: format, after: '</think>'}]", "unknown-reward-option"),
         ("[{name: soft_overlong, cache: 1.5}]", "invalid-reward-option"),
         ("[{name: soft_overlong, cache: 10, max_length: 0}]", "invalid-reward-option"),
         ("[{name: soft_overlong, cache: 513}]", "overlong-cache"),

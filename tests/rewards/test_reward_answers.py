@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.config.schema.grpo import RewardEntry
+from paceline.config.schema.rewards import RewardEntry
 from paceline.rewards.answers import chosen_letter, final_answer, is_same_answer, letter_of
 from paceline.rewards.builtin import build_reward
 from paceline.rewards.group import text_of
@@ -178,3 +178,32 @@ def test_soft_overlong_equals_trl(max_length: int | None, cache: int) -> None:
         for length in lengths
     ]
     assert reward(completions=["x"] * len(ids), completion_ids=ids) == expected
+
+
+def test_answer_after_a_mark_counts() -> None:
+    reward = build_reward(RewardEntry(name="exact", after="</think>"), 100, 60.0)
+    texts = ["4", "<think>5</think>4", "<think>4</think>5", "<think>4", "a</think>b</think> 4 "]
+    assert reward(completions=texts, answer=["4"] * 5) == [0.0, 1.0, 0.0, 0.0, 1.0]
+    assert reward(completions=["", "x</think>"], answer=["", ""]) == [0.0, 1.0]
+    assert reward(completions=["4"], answer=[None]) == [None]
+
+
+def test_count_and_tags() -> None:
+    count = build_reward(RewardEntry(name="count", pattern=r"^\d+\.", count=3), 100, 60.0)
+    texts = ["", "1. a\n2. b", "1. a\n2. b\n3. c\n4. d", "see 1. and 2."]
+    assert count(completions=texts) == [0.0, 2 / 3, 1.0, 0.0]
+    tags = build_reward(RewardEntry(name="tags", tags=["<a>", "</a>"]), 100, 60.0)
+    assert tags(completions=["", "<a>", "<a>b</a>", "<a></a></a>"]) == [0.0, 0.5, 1.0, 0.5]
+
+
+def test_repetition_is_the_share_of_repeated_ngrams() -> None:
+    reward = build_reward(RewardEntry(name="repetition", ngram_size=2, max_penalty=-2.0), 9, 60.0)
+    assert reward(completions=["", "a", "a b c", "A b a B a", "a a a a a"]) == [
+        0.0,
+        0.0,
+        0.0,
+        -2.0 * (1 - 2 / 4),
+        -2.0 * (1 - 1 / 4),
+    ]
+    one = build_reward(RewardEntry(name="repetition", ngram_size=1, max_penalty=0.0), 9, 60.0)
+    assert one(completions=["a a"]) == [0.0]

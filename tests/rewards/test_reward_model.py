@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from paceline.config.schema.grpo import RewardEntry
+from paceline.config.schema.rewards import RewardEntry
 from paceline.core.errors import ConfigError, RunError
 from paceline.rewards.functions import check_reward_model
 from paceline.rewards.group import CompletionGroup

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from raised import raises_error
 
-from paceline.config.schema.grpo import Grpo, RewardEntry
+from paceline.config.schema.grpo import Grpo
+from paceline.config.schema.rewards import RewardEntry
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.processes import pid_alive
 from paceline.rewards.group import CompletionGroup
@@ -372,7 +373,8 @@ def test_processes_end_with_the_process_that_started_them(tmp_path: Path) -> Non
     file.write_text("import time\ndef reward(**kwargs):\n    time.sleep(600)\n")
     program = f"""
 import psutil, sys, threading
-from paceline.config.schema.grpo import Grpo, RewardEntry
+from paceline.config.schema.grpo import Grpo
+from paceline.config.schema.rewards import RewardEntry
 from paceline.rewards.group import CompletionGroup
 from paceline.rewards.scorer import RewardScorer
 scorer = RewardScorer([RewardEntry(function={f"{file}:reward"!r})], Grpo(), 2)

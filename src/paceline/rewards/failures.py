@@ -1,6 +1,6 @@
 """The errors of a run whose rewards cannot be computed."""
 
-from paceline.config.schema.grpo import RewardEntry
+from paceline.config.schema.rewards import RewardEntry
 from paceline.core.errors import RunError
 from paceline.rewards.group import CompletionGroup
 from paceline.rewards.protocol import RewardProblem

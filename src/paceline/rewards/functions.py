@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.config.packages import check_package
 from paceline.config.schema import Config
-from paceline.config.schema.grpo import RewardEntry
+from paceline.config.schema.rewards import MATH_REWARDS, RewardEntry
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.user_code import import_user_module
 from paceline.models.json_config import read_object
@@ -115,9 +115,10 @@ def check_reward_sources(config: Config) -> None:
         ConfigError: one does not exist or cannot be used.
     """
     for entry in config.rewards:
-        if entry.name == "math":
+        if entry.name in MATH_REWARDS:
             advice = "use `{name: exact}`, which compares texts and numbers"
-            check_package("math_verify", "`rewards: [{name: math}]`", advice, extra="math")
+            needed_by = f"`rewards: [{{name: {entry.name}}}]`"
+            check_package("math_verify", needed_by, advice, extra="math")
         if entry.model is not None:
             check_reward_model(entry)
     needed_columns(config)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.config.schema.grpo import Grpo, RewardEntry, reward_labels
+from paceline.config.schema.grpo import Grpo
+from paceline.config.schema.rewards import RewardEntry, reward_labels
 from paceline.core.errors import RunError
 from paceline.core.processes import exit_text
 from paceline.core.texts import UserText

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from paceline.config.schema.grpo import RewardEntry
+from paceline.config.schema.rewards import RewardEntry
 from paceline.core.errors import ConfigError
 from paceline.core.processes import end_with_parent
 from paceline.core.user_code import error_summary

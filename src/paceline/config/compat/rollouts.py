@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from paceline.config.compat.binding import KeyBinding
 from paceline.config.compat.conversion import is_off, read_table
@@ -31,6 +31,18 @@ class _RefusedRewards(TypedDict):
     names: str
 
 
+class _OptionKey(TypedDict):
+    reward: str
+    option: str
+    place: NotRequired[int]
+
+
+class _OpenR1(TypedDict):
+    rewards: dict[str, dict[str, YamlValue]]
+    defaults: list[str]
+    keys: str
+
+
 class _RolloutTables(TypedDict):
     """The content of ``rollouts.yaml``, where comments explain the fields."""
 
@@ -38,9 +50,9 @@ class _RolloutTables(TypedDict):
     functions: str
     weights: str
     models: str
-    overlong: str
+    options: dict[str, _OptionKey]
     rewards: dict[str, dict[str, YamlValue]]
-    open_r1_format: str
+    open_r1: _OpenR1
     refused_rewards: list[_RefusedRewards]
     ignored: list[_IgnoredGroup]
     neutral: dict[str, list[YamlValue]]
@@ -61,8 +73,8 @@ def description_with_rewards(key: str) -> tuple[str, str] | None:
         return f"`{tables['keys'][key]}`", "with `task: grpo` or `rloo`"
     if key in " ".join(tables[part] for part in ("functions", "weights", "models")).split():
         return "`rewards`", "with `task: grpo` or `rloo`"
-    if key in tables["overlong"].split():
-        return "`rewards`", "of the reward `soft_overlong`"
+    if key in tables["options"]:
+        return "`rewards`", f"of the reward `{tables['options'][key]['reward']}`"
     if (ignored := _ignored(key)) is not None:
         return ignored
     return ("refused", tables["refused"][key]) if key in tables["refused"] else None
@@ -83,6 +95,10 @@ class RolloutReader:
         self.tables = _tables()
         # The keys that make up the rewards, by name.
         self.parts: dict[str, KeyBinding] = {}
+        own = self.tables["open_r1"]["keys"].split()
+        known = [*merge.lines, *merge.methods]
+        #: A key that only Open-R1 has, or None if the config is not one of Open-R1.
+        self.open_r1_key = next((each for each in known if each.entry.name in own), None)
 
     def read(self, chosen_by: KeyBinding | None = None) -> None:
         """Convert all keys. ``chosen_by``: the first one, if the keys have determined the task."""
@@ -122,8 +138,8 @@ class RolloutReader:
         return lines
 
     def _read_key(self, name: str, binding: KeyBinding, notices: list[Notice]) -> None:
-        parts = " ".join(self.tables[part] for part in ("functions", "weights", "models"))
-        if name in f"{parts} {self.tables['overlong']}".split() and not is_off(binding.entry.value):
+        keys = self._names("functions") + self._names("weights") + self._names("models")
+        if name in self.tables["options"] or (name in keys and not is_off(binding.entry.value)):
             self.parts[name] = replace(binding, notices=notices)
             return
         sets = self._convert(name, binding, notices)
@@ -157,16 +173,41 @@ class RolloutReader:
             sources.append(functions)
             names = _as_list(functions.entry.value)
             entries += [self._reward(str(name), functions) for name in names]
-        if not sources:
-            return
+        elif self.open_r1_key is not None and not sources and not self._has_rewards():
+            entries = self._default_rewards(self.open_r1_key)
+            sources.append(self.open_r1_key)
         weights = self.parts.get(self.tables["weights"])
-        if weights is not None and None not in entries:
+        if sources and weights is not None and None not in entries:
             self._add_weights([each for each in entries if each], weights)
         accepted = [entry for entry in entries if entry]
         assigned = [Assignment("rewards", accepted, sources[-1].entry)] if accepted else []
         self.merge.assigned += assigned
-        for binding in self.parts.values():
-            self.merge.report(binding, assigned, binding.notices)
+        for name, binding in self.parts.items():
+            option = self.tables["options"].get(name)
+            is_used = option is None or any(
+                entry.get("name") == option["reward"] for entry in accepted
+            )
+            unused = "it belongs to a reward that the config does not name"
+            notices: list[Notice] = [] if is_used else [("info", unused)]
+            self.merge.report(binding, assigned if is_used else [], [*binding.notices, *notices])
+
+    def _has_rewards(self) -> bool:
+        return any(each.target.split(".")[0] == "rewards" for each in self.merge.assigned)
+
+    def _default_rewards(self, source: KeyBinding) -> list[dict[str, YamlValue] | None]:
+        """Return the rewards of a config of Open-R1 that names none."""
+        names = self.tables["open_r1"]["defaults"]
+        self.parts["reward_funcs"] = KeyBinding(
+            source.entry,
+            notices=[
+                (
+                    "warning",
+                    "configs of Open-R1 without `reward_funcs` have its default"
+                    f" rewards: {', '.join(names)}",
+                )
+            ],
+        )
+        return [self._reward(name, source) for name in names]
 
     def _names(self, part: str) -> list[str]:
         """Return the names of keys that a field of the table lists."""
@@ -176,9 +217,9 @@ class RolloutReader:
         """Return the entry for a value of ``reward_funcs``; None if it is refused."""
         if name in self.tables["rewards"]:
             entry = dict(self.tables["rewards"][name])
-            if name == "format" and not self._is_of_swift():
-                entry["pattern"] = self.tables["open_r1_format"]
-            return self._overlong(entry) if name == "soft_overlong" else entry
+            if not self._is_of_swift():
+                entry.update(self.tables["open_r1"]["rewards"].get(name, {}))
+            return self._with_options(entry)
         for group in self.tables["refused_rewards"]:
             if name in group["names"].split():
                 self._refuse(binding, f"`{name}`: {group['reason']}")
@@ -193,12 +234,20 @@ class RolloutReader:
     def _is_of_swift(self) -> bool:
         """Return whether a key shows that the config is one of ms-swift, not of Open-R1."""
         names = {assigned.entry.name for assigned in self.merge.assigned}
-        return bool(names & {"rlhf_type", "model", "model_type", "tuner_type"})
+        is_of_swift = bool(names & {"rlhf_type", "model", "model_type", "tuner_type"})
+        return is_of_swift and self.open_r1_key is None
 
-    def _overlong(self, entry: dict[str, YamlValue]) -> dict[str, YamlValue]:
-        for key, option in (("soft_max_length", "max_length"), ("soft_cache_length", "cache")):
-            if key in self.parts:
-                entry[option] = self.parts[key].entry.value
+    def _with_options(self, entry: dict[str, YamlValue]) -> dict[str, YamlValue]:
+        """Set the options of a built-in reward that the config has as keys of their own."""
+        for key, option in self.tables["options"].items():
+            if key not in self.parts or option["reward"] != entry["name"]:
+                continue
+            value = self.parts[key].entry.value
+            if "place" in option:
+                pair = entry[option["option"]]
+                assert isinstance(pair, list)
+                value = [value if place == option["place"] else x for place, x in enumerate(pair)]
+            entry[option["option"]] = value
         return entry
 
     def _add_weights(self, entries: list[dict[str, YamlValue]], binding: KeyBinding) -> None:

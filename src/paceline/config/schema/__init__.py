@@ -14,11 +14,12 @@ from paceline.config.schema.base import Auto, CombinationError, Logger, Names, S
 from paceline.config.schema.compression import Compression
 from paceline.config.schema.data import DatasetSource, modelscope_sources
 from paceline.config.schema.evaluation import Evaluation
-from paceline.config.schema.grpo import Grpo, Rewards, check_rewards
+from paceline.config.schema.grpo import Grpo, check_rewards
 from paceline.config.schema.lora import Lora
 from paceline.config.schema.parallel import LocalSgd, Parallel, ParameterServer
 from paceline.config.schema.preference import Preference
 from paceline.config.schema.recovery import RecoveryConfig
+from paceline.config.schema.rewards import Rewards
 from paceline.config.schema.schedules import schedule_problem
 from paceline.config.schema.tasks import Classify, Recommend
 from paceline.config.schema.train_args import TrainArgs

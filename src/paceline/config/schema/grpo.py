@@ -1,38 +1,21 @@
-"""The section ``grpo`` and the list ``rewards`` of the schema: reinforcement learning on
-completions that the model generates, with rewards that are computed from them."""
+"""The section ``grpo`` of the schema: reinforcement learning on completions that the model
+generates."""
 
-import math
-import re
-from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    JsonValue,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
 from paceline.config.schema.base import CombinationError, Section, Text
+from paceline.config.schema.rewards import RewardEntry
 from paceline.config.schema.tasks import ROLLOUT_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 
-#: The built-in rewards, and the options of each.
-REWARDS: dict[str, tuple[str, ...]] = {
-    "math": ("column",),
-    "exact": ("column",),
-    "choice": ("column",),
-    "format": ("pattern",),
-    "soft_overlong": ("max_length", "cache"),
-}
-#: What an entry of ``rewards`` is, one key each.
-_KINDS = ("function", "name", "model")
-#: Reasoning in a single pair of tags at the start, then the answer.
-THINK_PATTERN = r"<think>(?!.*<think>).*?</think>.*"
 #: The value of `grpo.beta` if the config has none.
 _BETAS = {"grpo": 0.0, "rloo": 0.05}
 #: Settings that only one of the tasks uses.
@@ -43,175 +26,6 @@ _TASK_OF = {
     "normalize_advantages": "rloo",
     "reward_clip_range": "rloo",
 }
-
-
-class RewardEntry(Section):
-    """One entry of `rewards`. :func:`_check_entries` has checked its keys."""
-
-    function: Text | None = None
-    name: Text | None = None
-    model: Text | None = None
-    weight: float = 1.0
-    column: Text | None = None
-    pattern: Text | None = None
-    max_length: int | None = None
-    cache: int | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, JsonValue]:
-        values: dict[str, JsonValue] = serialize(self)
-        return {key: value for key, value in values.items() if value is not None}
-
-    @property
-    def answer_column(self) -> str | None:
-        """The column with the right answer; None for a reward that reads none."""
-        reads_answer = self.name is not None and "column" in REWARDS[self.name]
-        return (self.column or "answer") if reads_answer else None
-
-    @property
-    def label(self) -> str:
-        """The name of the reward in figures and messages."""
-        if self.function is not None:
-            return self.function.strip().rpartition(":")[2]
-        return self.name or re.split(r"[/\\]", (self.model or "").rstrip("/\\"))[-1]
-
-
-def reward_labels(rewards: list[RewardEntry]) -> list[str]:
-    """Return a different name for each reward: its label, with a number if it occurs again."""
-    labels: list[str] = []
-    for reward in rewards:
-        label, number = reward.label, 2
-        while label in labels:
-            label, number = f"{reward.label}_{number}", number + 1
-        labels.append(label)
-    return labels
-
-
-def _check_entries(value: object) -> object:
-    """Check the keys of the entries before pydantic does, which would not name the entry."""
-    entries = [value] if isinstance(value, dict | RewardEntry) else value
-    if not isinstance(entries, list):
-        return entries
-    return [
-        entry if isinstance(entry, RewardEntry) else _check_entry(number, entry)
-        for number, entry in enumerate(entries, 1)
-    ]
-
-
-def _check_entry(number: int, entry: object) -> dict[str, JsonValue]:
-    if not isinstance(entry, dict):
-        raise ValueError(
-            UserText(
-                "entry {number} is not a mapping; write {function: ./rewards.py:NAME},"
-                " {name: NAME} or {model: FOLDER}",
-                code="reward-not-a-mapping",
-                number=number,
-            )
-        )
-    fields = {str(key): value for key, value in entry.items() if value is not None}
-    kinds = [kind for kind in _KINDS if kind in fields]
-    if len(kinds) != 1:
-        raise ValueError(
-            UserText(
-                "entry {number} must have exactly one of the keys function, name and model",
-                code="reward-without-kind",
-                number=number,
-            )
-        )
-    _check_texts(number, fields)
-    if "name" in fields and fields["name"] not in REWARDS:
-        raise ValueError(
-            UserText(
-                "entry {number}: there is no built-in reward `{name}`; choose from {known}, or name"
-                " a function of your own: {function: ./rewards.py:NAME}",
-                code="unknown-reward",
-                number=number,
-                name=fields["name"],
-                known=", ".join(REWARDS),
-            )
-        )
-    _check_options(number, kinds[0], fields)
-    return fields
-
-
-def _check_texts(number: int, fields: Mapping[str, JsonValue]) -> None:
-    for key in (*_KINDS, "column", "pattern"):
-        value = fields.get(key, "text")
-        if not isinstance(value, str) or not value.strip():
-            raise _invalid(number, key, value, "text that is not empty")
-    weight = fields.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise _invalid(number, "weight", weight, "a finite number")
-    location, _, name = str(fields.get("function", "./file.py:name")).strip().rpartition(":")
-    if not location or not name.isidentifier():
-        form = "./file.py:NAME or package.module:NAME"
-        raise _invalid(number, "function", fields["function"], form)
-
-
-def _check_options(number: int, kind: str, fields: Mapping[str, JsonValue]) -> None:
-    options = REWARDS[str(fields["name"])] if kind == "name" else ()
-    for key in fields:
-        if key not in (kind, "weight", *options):
-            raise ValueError(
-                UserText(
-                    "entry {number}: `{key}` is not an option of {kind}: {value}; its keys are"
-                    " {accepted_keys}",
-                    code="unknown-reward-option",
-                    number=number,
-                    key=key,
-                    kind=kind,
-                    value=fields[kind],
-                    accepted_keys=", ".join((kind, "weight", *options)),
-                )
-            )
-    for key, lowest in (("max_length", 1), ("cache", 0)):
-        value = fields.get(key, lowest)
-        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-            raise _invalid(number, key, value, f"a whole number of at least {lowest}")
-    if kind == "name" and fields["name"] == "soft_overlong" and "cache" not in fields:
-        raise ValueError(
-            UserText(
-                "entry {number}: soft_overlong requires `cache`, the number of tokens before"
-                " max_length within which the reward falls from 0 to -1",
-                code="overlong-without-cache",
-                number=number,
-            )
-        )
-    _check_pattern(number, fields.get("pattern"))
-
-
-def _check_pattern(number: int, pattern: JsonValue) -> None:
-    if not isinstance(pattern, str):
-        return
-    try:
-        re.compile(pattern, re.DOTALL)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(
-            UserText(
-                "entry {number}: `pattern: {pattern}` is not a valid regular expression: {reason}",
-                code="invalid-reward-pattern",
-                number=number,
-                pattern=pattern,
-                reason=error,
-            )
-        ) from None
-
-
-def _invalid(number: int, key: str, value: object, form: str) -> ValueError:
-    return ValueError(
-        UserText(
-            "entry {number}: `{key}: {value}` is not accepted; it must be {form}",
-            code="invalid-reward-option",
-            number=number,
-            key=key,
-            value=value,
-            form=form,
-        )
-    )
-
-
-#: The rewards of a run; one may be written without a list.
-Rewards = Annotated[list[RewardEntry], BeforeValidator(_check_entries)]
 
 
 def _check_loss(name: object) -> object:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from paceline.config.schema import Config
-from paceline.config.schema.grpo import check_completions_per_batch, reward_labels
+from paceline.config.schema.grpo import check_completions_per_batch
+from paceline.config.schema.rewards import reward_labels
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded

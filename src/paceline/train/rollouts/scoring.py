@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from paceline.config.schema import Config
-from paceline.config.schema.grpo import RewardEntry, reward_labels
+from paceline.config.schema.rewards import RewardEntry, reward_labels
 from paceline.data.kinds.prompt import PromptRow
 from paceline.distributed.devices import cpu_cores
 from paceline.distributed.timing.progress import ProgressTracker
