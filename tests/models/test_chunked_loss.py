@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.config.schema.train_args import TrainArgs
 from paceline.distributed import torch_compat
@@ -389,3 +389,19 @@ def test_other_models_keep_all_logits(change: str, reason: str) -> None:
     result = find_transform(TwiceCalled(change), CPU)
     assert isinstance(result, str)
     assert any(part in result for part in reason.split("|"))
+
+
+def test_many_improbable_tokens_do_not_look_like_another_loss() -> None:
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.lm_head.weight.fill_(0.2)
+        model.lm_head.weight[20] += 1.0
+    assert find_transform(model, CPU) == LogitTransform()
