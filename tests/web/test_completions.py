@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from event_logs import finished
+from event_logs import begin, finished, step_fields
 
 
 def rollout_file(folder: Path, step: int) -> Path:
@@ -106,3 +106,14 @@ def test_only_files_of_the_run_are_read(serve, tmp_path):
         assert served.client.get(f"{address}/completions?step={step}").status_code == 404
     for query in ("step=-1", "limit=0", "limit=101", "order=random", f"search={'x' * 201}"):
         assert served.client.get(f"{address}/completions?{query}").status_code in (400, 422)
+
+
+def test_list_has_the_latest_rewards(serve, tmp_path):
+    log = begin(tmp_path / "one")
+    log.emit({"type": "step", **step_fields(3), "reward": 0.25})
+    metrics = {"reward": 0.5}
+    log.emit(
+        {"type": "eval", "step": 3, "loss": -0.5, "metrics": metrics, "count": 8, "wall_s": 1.0}
+    )
+    (run,) = serve(tmp_path).get("/api/runs")["runs"]
+    assert (run["reward"], run["eval_reward"]) == (0.25, 0.5)

@@ -56,11 +56,13 @@ def test_completions_are_searched_ordered_and_paged(browser: Browser, served: Se
         expect(page.get_by_role("link", name="Completions")).to_have_count(0)
         open_run(page, served, "group", "overview")
         page.get_by_role("link", name="Completions").click()
-        cards, status = page.locator("main .sample"), page.locator("#tab p[role=status]")
+        cards, status = page.locator("main .answer"), page.locator("#tab p[role=status]")
+        prompts = page.locator("main .sample")
         expect(cards).to_have_count(20)
+        expect(prompts).to_have_count(5)
         expect(status).to_contain_text("1–20 of 32")
-        expect(cards.first.locator(".instruction")).to_contain_text("Be brief.")
-        expect(cards.first.locator(".asked")).to_contain_text("What is 0 + <img")
+        expect(prompts.first.locator(".instruction")).to_contain_text("Be brief.")
+        expect(prompts.first.locator(".asked")).to_contain_text("What is 0 + <img")
         expect(cards.nth(1)).to_contain_text("Reward 1 · exact 1 · format 0.25 · Advantage -0.5")
         page.get_by_role("button", name="Next page").click()
         expect(cards).to_have_count(12)
@@ -84,7 +86,7 @@ def test_nothing_is_too_wide(browser: Browser, served: Served, locale: str, widt
     url = f"http://127.0.0.1:{served.panel.port}/"
     with opened(browser, url, locale=locale, viewport={"width": width, "height": 900}) as page:
         open_run(page, served, "group", "completions")
-        expect(page.locator("main .sample")).to_have_count(20)
+        expect(page.locator("main .answer")).to_have_count(20)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         heading = page.locator(".answer-head").first
         expect(heading).to_contain_text("奖励" if locale == "zh-CN" else "Reward")

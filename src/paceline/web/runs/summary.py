@@ -38,6 +38,7 @@ _STEP_KEYS = (
     "step",
     "epoch",
     "loss",
+    "reward",
     "learning_rate",
     "tokens",
     "samples",
@@ -58,6 +59,8 @@ class RunFigures(TypedDict):
     epochs: float | None
     loss: float | None
     eval_loss: float | None
+    reward: float | None
+    eval_reward: float | None
     strategy: str | None
     world_size: int | None
     device: str | None
@@ -251,6 +254,8 @@ class RunSummary:
             "epochs": finite(derived.get("epochs")),
             "loss": finite(newest.get("loss")),
             "eval_loss": finite(eval_loss),
+            "reward": finite(newest.get("reward")),
+            "eval_reward": finite(as_object((self.eval or {}).get("metrics")).get("reward")),
             "strategy": as_text(start.get("strategy")),
             "world_size": _integer(start.get("world_size")),
             "device": as_text(start.get("device")),

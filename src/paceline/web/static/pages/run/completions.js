@@ -103,7 +103,7 @@ export async function show(root, store) {
     put(
       list,
       page.completions.length
-        ? page.completions.map(completionCard)
+        ? promptGroups(page.completions).map(groupCard)
         : h("p", { class: "muted" }, t("completions.no_match")),
     );
   }
@@ -130,23 +130,31 @@ export async function show(root, store) {
   };
 }
 
-function completionCard(completion) {
-  const nth = (completion.index ?? 0) + 1;
+/** Divide completions into runs of neighbours with the same prompt. */
+function promptGroups(completions) {
+  const groups = [];
+  for (const completion of completions)
+    if (groups.at(-1)?.[0].prompt === completion.prompt) groups.at(-1).push(completion);
+    else groups.push([completion]);
+  return groups;
+}
+
+function groupCard(completions) {
+  const [{ prompt, prompt_text }] = completions;
   return h(
     "section",
-    {
-      "class": "card sample",
-      "aria-label": t("completions.nth", { nth, prompt: completion.prompt ?? format.NONE }),
-    },
-    turnsOf(completion.prompt_text).map(bubble),
-    h(
-      "div",
-      { class: "answer" },
-      h("div", { class: "answer-head" }, facts(completion).join(" · ")),
+    { class: "card sample", "aria-label": t("completions.of", { prompt: prompt ?? format.NONE }) },
+    turnsOf(prompt_text).map(bubble),
+    completions.map((completion) =>
       h(
         "div",
-        { class: "answer-text sample-text" },
-        withoutControls(completion.completion) || t("samples.empty"),
+        { class: "answer" },
+        h("div", { class: "answer-head" }, facts(completion).join(" · ")),
+        h(
+          "div",
+          { class: "answer-text sample-text" },
+          withoutControls(completion.completion) || t("samples.empty"),
+        ),
       ),
     ),
   );

@@ -57,6 +57,27 @@ export function drawHeader(header, store, actions) {
 }
 
 /** Return the figures of a run. A run that has ended has no figure that it did not record. */
+/** Return the figures that say how good the model is: rewards if it learns from them, or losses. */
+function qualityFigures(run, optional) {
+  const isRewarded = (run.reward ?? null) !== null;
+  const [name, write] = isRewarded ? ["reward", format.digits] : ["loss", format.loss];
+  const [latest, evaluated] = [run[name], run[`eval_${name}`]];
+  return [
+    optional(
+      latest,
+      `f.${name}`,
+      write(latest),
+      t("run.at_step", { step: format.count(run.step) }),
+    ),
+    optional(
+      evaluated,
+      `f.eval_${name}`,
+      write(evaluated),
+      describeEvaluation(run.evals?.at(-1)),
+    ),
+  ];
+}
+
 function runFigures(run, isRunning) {
   const optional = (value, ...parts) =>
     isRunning || (value !== null && value !== undefined) ? figure(...parts) : null;
@@ -73,18 +94,7 @@ function runFigures(run, isRunning) {
       run.epochs ? t("run.of_epochs", { epochs: format.epoch(run.epochs) }) : null,
     ),
     timeFigure(run, isRunning),
-    optional(
-      run.loss,
-      "f.loss",
-      format.loss(run.loss),
-      t("run.at_step", { step: format.count(run.step) }),
-    ),
-    optional(
-      run.eval_loss,
-      "f.eval_loss",
-      format.loss(run.eval_loss),
-      describeEvaluation(run.evals?.at(-1)),
-    ),
+    ...qualityFigures(run, optional),
     optional(
       run.tokens_per_second,
       "f.rate",

@@ -12,6 +12,7 @@ import { fetchSeries, appendEvents } from "./series.js";
 import { sourcesCard } from "./sources.js";
 
 const METRICS = [
+  { name: "loss", color: "--s2", format: format.digits },
   { name: "learning_rate", color: "--s3", format: format.digits, min: 0 },
   { name: "grad_norm", color: "--s4", format: format.digits, min: 0 },
   { name: "tokens_per_second", color: "--s1", format: format.short, min: 0 },
@@ -89,8 +90,9 @@ export async function show(root, store, ctx) {
             stepAt(high, state.answer, state.x, started()),
           );
     const x = axis(state.x);
-    const loss = lineChart({
-      name: t("m.loss"),
+    const main = mainName();
+    const mainChart = lineChart({
+      name: t(`m.${main}`),
       height: 300,
       x,
       y: { format: format.digits },
@@ -111,8 +113,9 @@ export async function show(root, store, ctx) {
         { name: "max", isHidden: true, color: "--s1", width: 0 },
       ],
     });
-    charts.push({ chart: loss, fill: fillLoss });
-    const metricCards = METRICS.filter((metric) => hasSeries(metric.name)).map((metric) => {
+    charts.push({ chart: mainChart, fill: (xs) => fillMain(main, xs) });
+    const shown = METRICS.filter(({ name }) => name !== main && hasSeries(name));
+    const metricCards = shown.map((metric) => {
       const series = [
         { name: t(`m.${metric.name}`), color: metric.color, width: 1.5 },
         { name: "min", isHidden: true, color: metric.color, width: 0, band: [3, 2] },
@@ -153,8 +156,8 @@ export async function show(root, store, ctx) {
       h(
         "section",
         { class: "card" },
-        h("div", { class: "card-head" }, h("h2", {}, termOf("m.loss")), note),
-        loss.node,
+        h("div", { class: "card-head" }, h("h2", {}, termOf(`m.${main}`)), note),
+        mainChart.node,
       ),
       h("div", { class: "grid charts" }, evalCards, metricCards),
     );
@@ -185,9 +188,12 @@ export async function show(root, store, ctx) {
     return card(name, h("span", { class: "muted small" }, t("line.eval")), chart.node);
   }
 
-  const evalNames = () => [
-    ...new Set(state.answer.evals.flatMap(({ metrics }) => Object.keys(metrics ?? {}))),
-  ];
+  /** The curve that says how well a run goes: rewards are raised, and their loss stays near 0. */
+  const mainName = () => (hasSeries("reward") ? "reward" : "loss");
+  const evalNames = () =>
+    [...new Set(state.answer.evals.flatMap(({ metrics }) => Object.keys(metrics ?? {})))].filter(
+      (name) => name !== mainName(),
+    );
   const hasNewMetrics = () => evalNames().some((name) => !state.evalNames?.includes(name));
 
   const hasSeries = (name) => state.answer.series[name]?.mean.some((value) => value !== null);
@@ -203,18 +209,16 @@ export async function show(root, store, ctx) {
     ];
   };
 
-  function fillLoss(xs) {
-    const [raw, low, high] = lines("loss");
-    const evals = state.answer.evals.filter((evaluation) => Number.isFinite(evaluation.loss));
+  function fillMain(name, xs) {
+    const [raw, low, high] = lines(name);
+    const valueOf = (evaluation) => evaluation[name] ?? evaluation.metrics?.[name];
+    const evals = state.answer.evals.filter((evaluation) => Number.isFinite(valueOf(evaluation)));
     const evalXs = evals.map((evaluation) => eventX(evaluation, state.answer, state.x, started()));
     const mergedX = mergeX(xs, evalXs);
     return [
       mergedX.xs,
       ...[raw, smooth(raw, state.weight)].map((values) => mergedX.place(values, xs)),
-      mergedX.place(
-        evals.map((evaluation) => evaluation.loss),
-        evalXs,
-      ),
+      mergedX.place(evals.map(valueOf), evalXs),
       ...[low, high].map((values) => mergedX.place(values, xs)),
     ];
   }
