@@ -169,6 +169,19 @@ def read_groups(path: Path, names: Sequence[str], num_generations: int) -> list[
     return groups
 
 
+def check_num_groups(path: Path, count: int, expected: int) -> None:
+    """Raise ConfigError if a recorded rollout does not have the number of prompts of a step."""
+    if count != expected:
+        raise ConfigError(
+            "{file} has {count:prompt}, and the step has {expected}",
+            code="rollout-of-other-size",
+            fix="use the batch size of the run that recorded it",
+            file=path,
+            count=count,
+            expected=expected,
+        )
+
+
 def missing_rollout(folder: Path, step: int) -> ConfigError:
     """Return the error about a step, from 1, without a recorded rollout."""
     return ConfigError(

@@ -132,3 +132,13 @@ def test_a_damaged_rollout_is_refused(tmp_path: Path) -> None:
     path.write_text('{"prompt": 1, "index": 0}\n')
     with raises_error(ConfigError, code="not-a-rollout"):
         read_groups(path, ["vowels"], 4)
+
+
+@pytest.mark.soak
+def test_recorded_rollouts_need_the_batch_of_their_run(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    train_on_rollouts(tmp_path, "one", *SINGLE, "max_steps=1")
+    args = ("grpo.replay=one/rollouts", "max_steps=1", "train_args.global_batch_size=16")
+    process = train_on_rollouts(tmp_path, "run", *SINGLE, *args, "--dry-run", expect=2)
+    assert "[rollout-of-other-size]" in process.stderr
+    assert "2 prompts, and the step has 4" in process.stderr

@@ -118,7 +118,7 @@ def _compare(
     targets = torch.arange(1, 1 + hidden[..., 0].numel(), device=hidden.device)
     results = []
     with evaluation_mode(model), torch.enable_grad():
-        # Fewer than 4 rows are multiplied by another kernel of a CPU. It adds the products of a large
+        # A CPU multiplies fewer than 4 rows with another kernel. It adds the products of a large
         # vocabulary one by one, and small ones are lost in a sum that is large already.
         for chunk_tokens in (4, None):
             x = hidden.detach().clone().requires_grad_()

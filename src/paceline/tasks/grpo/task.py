@@ -23,7 +23,12 @@ from paceline.models.head.softmax import IGNORED
 from paceline.models.transforms.parameters import disable_dropout
 from paceline.rewards.functions import check_reward_sources, needed_columns
 from paceline.rollouts.advantages import AdvantageRule
-from paceline.rollouts.records import missing_rollout, read_groups, rollout_file
+from paceline.rollouts.records import (
+    check_num_groups,
+    missing_rollout,
+    read_groups,
+    rollout_file,
+)
 from paceline.tasks.base import Notice, Prepared
 from paceline.tasks.grpo.objective import (
     CompletionTokens,
@@ -233,13 +238,18 @@ class GrpoTask(SequenceTask):
         for step in range(0, steps, settings.num_iterations):
             if not rollout_file(folder, step + 1).is_file():
                 raise missing_rollout(folder, step + 1)
-        read_groups(
-            rollout_file(folder, 1), reward_labels(self.config.rewards), settings.num_generations
-        )
 
     def check_batch(self, global_batch_size: int) -> None:
         super().check_batch(global_batch_size)
-        check_completions_per_batch(global_batch_size, self.config.grpo)
+        settings = self.config.grpo
+        check_completions_per_batch(global_batch_size, settings)
+        if settings.replay is not None:
+            path = rollout_file(Path(settings.replay).expanduser(), 1)
+            if not path.is_file():
+                raise missing_rollout(path.parent, 1)
+            labels = reward_labels(self.config.rewards)
+            groups = read_groups(path, labels, settings.num_generations)
+            check_num_groups(path, len(groups), global_batch_size // settings.num_generations)
 
     def prepare(self) -> Prepared:
         """Tokenize the prompts, or find them in the token cache."""

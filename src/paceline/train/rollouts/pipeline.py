@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
 from paceline.data.kinds.prompt import read_row
 from paceline.data.loader import MicroBatch
 from paceline.data.loader_process import LoaderOptions
@@ -35,7 +34,13 @@ from paceline.data.text.token_dataset import TokenDataset
 from paceline.distributed.timing.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
 from paceline.rollouts.advantages import compute_advantages, have_equal_rewards, weigh_rewards
-from paceline.rollouts.records import Rollout, RolloutGroup, read_groups, rollout_file
+from paceline.rollouts.records import (
+    Rollout,
+    RolloutGroup,
+    check_num_groups,
+    read_groups,
+    rollout_file,
+)
 from paceline.tasks.grpo.task import CompletionRows, CompletionSample, GrpoTask
 from paceline.train.rollouts.generation import PromptTokens, RolloutGenerator
 from paceline.train.rollouts.order import CompletionOrder
@@ -187,16 +192,7 @@ class RolloutPipeline(DataPipeline):
         """Return the groups of a recorded rollout."""
         path = rollout_file(Path(str(self.settings.replay)).expanduser(), step + 1)
         groups = read_groups(path, self.scorer.names, self.settings.num_generations)
-        expected = len(self.order.prompts(step))
-        if len(groups) != expected:
-            raise ConfigError(
-                "{file} has {count:prompt}, and the step has {expected}",
-                code="rollout-of-other-size",
-                fix="use the batch size of the run that recorded it",
-                file=path,
-                count=len(groups),
-                expected=expected,
-            )
+        check_num_groups(path, len(groups), len(self.order.prompts(step)))
         return groups
 
     # -- groups
