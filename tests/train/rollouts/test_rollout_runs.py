@@ -138,7 +138,11 @@ def test_a_damaged_rollout_is_refused(tmp_path: Path) -> None:
 def test_recorded_rollouts_need_the_batch_of_their_run(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     train_on_rollouts(tmp_path, "one", *SINGLE, "max_steps=1")
-    args = ("grpo.replay=one/rollouts", "max_steps=1", "train_args.global_batch_size=16")
+    args = (
+        f"grpo.replay={tmp_path / 'one/rollouts'}",
+        "max_steps=1",
+        "train_args.global_batch_size=16",
+    )
     process = train_on_rollouts(tmp_path, "run", *SINGLE, *args, "--dry-run", expect=2)
     assert "[rollout-of-other-size]" in process.stderr
     assert "2 prompts, and the step has 4" in process.stderr
