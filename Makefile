@@ -89,8 +89,9 @@ format: setup  ## Let ruff put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup  ## Build the documentation site: build/docs/index.html
+docs: setup  ## Build the documentation sites: build/docs/index.html, and build/docs/zh/index.html in Chinese
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
+	$(BIN)/sphinx-build -W --keep-going -q -b html -t zh -c docs docs/zh build/docs/zh
 
 bench: setup  ## Measure against a hand-written loop and the transformers Trainer, and print the ratios
 	$(BIN)/python benchmarks/run.py
