@@ -15,26 +15,33 @@ def test_pages_are_up_to_date() -> None:
     assert reference.main(["--check"]) is None
 
 
-def test_page_lists_every_key() -> None:
-    page = reference.markdown()
-    assert all(f"| `{key}` |" in page for key in KEYS)
-    assert "finetuning_type" in page
-    assert "yaml-language-server" in page
+ANCHOR = re.compile(r'^\| <a id="([\w.]+)"></a>`(\w+)` \| (`.+?`|required|必填) \| ', re.MULTILINE)
+SOURCE_KEYS = [f"dataset.{name}" for name in DatasetSource.model_fields]
+
+
+def test_pages_have_an_anchor_for_every_key() -> None:
+    pages = reference.english_pages()
+    rows = [row for page in pages.values() for row in ANCHOR.findall(page)]
+    assert sorted(anchor for anchor, _, _ in rows) == sorted([*KEYS, *SOURCE_KEYS])
+    assert all(anchor.split(".")[-1] == key for anchor, key, _ in rows)
+    assert ANCHOR.findall(pages["config/lora.md"])[0][0] == "lora.enable"
+    assert "yaml-language-server" in pages["config.md"]
+    assert all(f"config/{name}.md" in pages["config.md"] for name in SECTIONS)
+    assert "finetuning_type" in pages["config/other-tools.md"]
 
 
 def test_every_key_is_described_in_chinese() -> None:
-    source_keys = {f"dataset.{name}" for name in DatasetSource.model_fields}
-    assert set(chinese()) == {*KEYS, *SECTIONS, *source_keys}
+    assert set(chinese()) == {*KEYS, *SECTIONS, *SOURCE_KEYS}
     sentences = [bool(re.search("[一-鿿].*。$", text)) for text in chinese().values()]
     assert all(sentences)
 
 
 def test_both_languages_list_the_same_keys_and_defaults() -> None:
-    english, _, _ = reference.markdown().partition("## Keys of other tools")
-    row = re.compile(r"^\| `([\w.]+)` \| .* \| (`.+?`|required|必填) \| ", re.MULTILINE)
-    chinese_rows = row.findall(reference.chinese_markdown().replace("必填", "required"))
-    assert chinese_rows == row.findall(english)
-    assert len(chinese_rows) == len(KEYS) + len(DatasetSource.model_fields)
+    chinese_pages = reference.chinese_pages()
+    for name, page in reference.english_pages().items():
+        if name != "config/other-tools.md":
+            translated = chinese_pages[f"zh/{name}"].replace("必填", "required")
+            assert ANCHOR.findall(translated) == ANCHOR.findall(page)
 
 
 def test_schema_is_a_json_schema() -> None:

@@ -16,8 +16,6 @@ COMMENT = re.compile(r"(^|\s)#.*")
 SHORT_NAMES = {
     key.removeprefix("train_args."): key for key in KEYS if key.startswith("train_args.")
 }
-#: The part of the config reference that is in English only.
-UNTRANSLATED = "## Keys of other tools"
 
 
 def english_page(name: str) -> Path:
@@ -27,18 +25,18 @@ def english_page(name: str) -> Path:
 
 
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh-CN.md")] + [
-    (english_page(chinese.name), chinese)
-    for chinese in sorted((DOCS / "zh").glob("*.md"))
+    (english_page(str(chinese.relative_to(DOCS / "zh"))), chinese)
+    for folder in (DOCS / "zh", DOCS / "zh/config")
+    for chinese in sorted(folder.glob("*.md"))
     if chinese.name != "index.md"
 ]
 
 
-@pytest.fixture(params=PAIRS, ids=[chinese.name for _, chinese in PAIRS])
+@pytest.fixture(params=PAIRS, ids=[str(chinese.relative_to(ROOT)) for _, chinese in PAIRS])
 def pages(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Return the English and the Chinese text of a page."""
     english, chinese = request.param
-    text = english.read_text(encoding="utf-8").partition(UNTRANSLATED)[0]
-    return text, chinese.read_text(encoding="utf-8")
+    return english.read_text(encoding="utf-8"), chinese.read_text(encoding="utf-8")
 
 
 def code_blocks(text: str, language: str) -> list[list[str]]:

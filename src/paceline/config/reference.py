@@ -1,4 +1,4 @@
-"""Generate pages of ``docs/``: config.md, zh/config.md, config.schema.json and
+"""Generate pages of ``docs/``: config.md and config/, the same in zh/, config.schema.json and
 keys-of-other-tools.md.
 
 ``python -m paceline.config.reference`` writes them; with ``--check`` it exits with 1 if they are
@@ -9,8 +9,8 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel
@@ -31,8 +31,86 @@ from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 
 
-def markdown() -> str:
-    """Return the text of docs/config.md."""
+@dataclass(frozen=True)
+class SectionPage:
+    """A page with the keys of a section.
+
+    Args:
+        name: name of the file.
+        text: what the section is for.
+        summary: the same in the list of pages.
+        fields: the keys by name.
+        prefix: prefix of the names in anchors.
+        described: prefix of the names in the Chinese descriptions.
+    """
+
+    name: str
+    title: str
+    text: str
+    summary: str
+    fields: Mapping[str, FieldInfo]
+    prefix: str = ""
+    described: str = ""
+
+
+def english_pages() -> dict[str, str]:
+    """Return the texts of docs/config.md and the pages in docs/config/, by their paths."""
+    top = "These keys are at the top level of a file."
+    source = "If a path or hub id is not sufficient, `dataset` and `val_dataset` accept a mapping"
+    source += " with these keys, or a list of them."
+    pages = [
+        _top_level_page("Top level", top, "the model, the task, the data, folders"),
+        *(
+            _section_page(name, section, str(section.__doc__).splitlines()[0])
+            for name, section in SECTIONS.items()
+        ),
+        _source_page("A source of samples", source, "keys of a mapping in `dataset`"),
+    ]
+    texts = {f"config/{page.name}.md": _render("config_section", page=page) for page in pages}
+    texts["config/other-tools.md"] = _other_tools()
+    return {"config.md": _render("config", pages=pages), **texts}
+
+
+def chinese_pages() -> dict[str, str]:
+    """Return the texts of docs/zh/config.md and the pages in docs/zh/config/, by their paths."""
+    texts = chinese()
+    source = (
+        "如果只写路径或 hub id 不够，`dataset` 和 `val_dataset` 还可以写成包含这些配置项的映射，"
+    )
+    source += "或由映射组成的列表。"
+    pages = [
+        _top_level_page("顶层", "这些配置项写在文件的顶层。", "模型、任务、数据和文件夹"),
+        *(_section_page(name, section, texts[name]) for name, section in SECTIONS.items()),
+        _source_page("数据源", source, "`dataset` 中映射的配置项"),
+    ]
+    rendered = {
+        f"zh/config/{page.name}.md": _render("config_section_zh", page=page, texts=texts)
+        for page in pages
+    }
+    return {"zh/config.md": _render("config_zh", pages=pages), **rendered}
+
+
+def _top_level_page(title: str, text: str, summary: str) -> SectionPage:
+    fields = {key: info for key, info in KEYS.items() if "." not in key}
+    return SectionPage("top-level", title, text, summary, fields)
+
+
+def _section_page(name: str, section: type[BaseModel], text: str) -> SectionPage:
+    fields, prefix = section.model_fields, f"{name}."
+    return SectionPage(name, f"`{name}`", text, text, fields, prefix, prefix)
+
+
+def _source_page(title: str, text: str, summary: str) -> SectionPage:
+    fields = DatasetSource.model_fields
+    return SectionPage("source", title, text, summary, fields, "dataset.", "dataset.")
+
+
+def _render(template: str, **values: object) -> str:
+    return _environment().get_template(f"{template}.md.jinja").render(**values)
+
+
+def _other_tools() -> str:
+    """Return the text of docs/config/other-tools.md."""
     tables = alias_tables()
     ignored: dict[tuple[str, str], list[str]] = {}
     for key, entry in ignored_tables().keys.items():
@@ -50,45 +128,20 @@ def markdown() -> str:
     unsupported = {name: text for name, text in known if task_of_method(name) is None}
     mapped = {key: alias for key, alias in tables.aliases.items() if alias.target}
     sections = {key: alias for key, alias in tables.sections.items() if alias.target}
-    return (
-        _environment()
-        .get_template("config.md.jinja")
-        .render(
-            _schema(),
-            mapped=sorted((mapped | sections).items()),
-            shared=sorted((tables.shared | tables.shared_if_foreign).items()),
-            ignored=ignored,
-            methods=unsupported,
-            refused=refused,
-        )
+    return _render(
+        "config_other_tools",
+        mapped=sorted((mapped | sections).items()),
+        shared=sorted((tables.shared | tables.shared_if_foreign).items()),
+        ignored=ignored,
+        methods=unsupported,
+        refused=refused,
     )
-
-
-def chinese_markdown() -> str:
-    """Return the text of docs/zh/config.md."""
-    return _environment().get_template("config_zh.md.jinja").render(_schema(), texts=chinese())
-
-
-class _Schema(TypedDict):
-    """The keys of the config, by section, and the keys of a source of data."""
-
-    top_level: dict[str, FieldInfo]
-    sections: Mapping[str, type[BaseModel]]
-    source: Mapping[str, FieldInfo]
-
-
-def _schema() -> _Schema:
-    return {
-        "top_level": {key: info for key, info in KEYS.items() if "." not in key},
-        "sections": SECTIONS,
-        "source": DatasetSource.model_fields,
-    }
 
 
 def by_tool() -> str:
     """Return the text of docs/keys-of-other-tools.md: every key of each tool and how it is read."""
     tools = {tool: dict(sorted(_keys_of(letter).items())) for letter, tool in TOOLS.items()}
-    return _environment().get_template("keys_of_other_tools.md.jinja").render(tools=tools)
+    return _render("keys_of_other_tools", tools=tools)
 
 
 def _keys_of(letter: str) -> dict[str, tuple[str, str]]:
@@ -162,8 +215,7 @@ def main(arguments: Sequence[str]) -> str | None:
     stale."""
     folder = Path(__file__).resolve().parents[3] / "docs"
     texts = {
-        folder / "config.md": markdown(),
-        folder / "zh" / "config.md": chinese_markdown(),
+        **{folder / name: text for name, text in (english_pages() | chinese_pages()).items()},
         folder / "config.schema.json": schema_json(),
         folder / "keys-of-other-tools.md": by_tool(),
     }
