@@ -48,6 +48,7 @@ class GroupDecoder:
         tick: called after each token.
         agree: function that returns whether all ranks whose forward passes belong together are
             done, or None if each rank generates alone.
+        on_prompt_again: called if the prompt is computed for each completion.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class GroupDecoder:
     picks_logits: bool
     tick: Callable[[], None]
     agree: Callable[[bool], bool] | None = None
+    on_prompt_again: Callable[[], None] = lambda: None
 
     def decode(self, prompt: Sequence[int], uniforms: torch.Tensor) -> list[Completion]:
         """Return the completions of a prompt.
@@ -132,6 +134,7 @@ class _Rows:
         if self._cache is None or self._repeat_cache(count):
             return logits.expand(count, -1)
         self._cache, self._has_fixed_rows = None, True
+        self.decoder.on_prompt_again()
         return self._run()
 
     def _run(self) -> torch.Tensor:

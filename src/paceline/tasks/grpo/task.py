@@ -24,12 +24,9 @@ from paceline.rewards.functions import check_reward_sources, needed_columns
 from paceline.rollouts.advantages import AdvantageRule
 from paceline.rollouts.records import missing_rollout, read_groups, rollout_file
 from paceline.tasks.base import Notice, Prepared
-from paceline.tasks.grpo.objective import (
-    CompletionTokens,
-    GroupObjective,
-    LeaveOneOutObjective,
-    Objective,
-)
+from paceline.tasks.grpo.correction import ProbabilityCorrection
+from paceline.tasks.grpo.objective import GroupObjective, LeaveOneOutObjective, Objective
+from paceline.tasks.grpo.tokens import CompletionTokens
 from paceline.tasks.sequences import SequenceTask
 
 
@@ -154,15 +151,20 @@ class GrpoTask(SequenceTask):
         settings = config.grpo
         self.beta = settings.beta_of(config.task)
         is_rloo = config.task == "rloo"
+        correction = ProbabilityCorrection.of(settings, config.task)
         self.objective: Objective = (
-            LeaveOneOutObjective(settings) if is_rloo else GroupObjective(settings, self.beta)
+            LeaveOneOutObjective(settings, correction)
+            if is_rloo
+            else GroupObjective(settings, self.beta, correction)
         )
         #: Whether the log-probabilities with the weights that generate must be known before the
         #: first update.
-        self.needs_old_logps = is_rloo or settings.num_iterations > 1
+        has_correction = correction is not None
+        self.needs_old_logps = is_rloo or settings.num_iterations > 1 or has_correction
         self.needs_reference = self.beta > 0
         kl = ("kl",) if self.needs_reference else ()
-        self.step_metrics = ("entropy", "clip_ratio", "logprob_diff", *kl)
+        ratios = ("importance_ratio", "importance_clipped") if has_correction else ()
+        self.step_metrics = ("entropy", "clip_ratio", "logprob_diff", *kl, *ratios)
 
     @property
     def advantage_rule(self) -> AdvantageRule:
@@ -207,8 +209,6 @@ class GrpoTask(SequenceTask):
              "leave `evaluation.metrics` out"),
             (config.evaluation.mode == "rank0", "evaluation.mode: rank0", "all ranks generate"
              " completions", "set `evaluation.mode: distributed`"),
-            (settings.engine in OTHER_ENGINES, f"grpo.engine: {settings.engine}", "completions"
-             " are generated with transformers in this version", "leave `grpo.engine` out"),
             (settings.max_completion_length >= longest, "grpo.max_completion_length:"
              f" {settings.max_completion_length}", f"no token of `train_args.max_length: {longest}`"
              " would be left for the prompt", "raise `train_args.max_length`"),
