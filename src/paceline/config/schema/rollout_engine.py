@@ -16,7 +16,7 @@ CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 def _check_url(value: str) -> str:
     if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", value):
         raise ValueError(
-            UserText("give the address of a server, such as http://localhost:8000", code="not-a-url")
+            UserText("give an address such as http://localhost:8000", code="not-a-url")
         )
     return value.rstrip("/")
 
@@ -28,17 +28,17 @@ class RolloutEngine(Section):
     engine: Literal["auto", "generate", "continuous_batching", "vllm"] = Field(
         "auto",
         description=(
-            "What generates the completions. `generate`: the forward pass of training, with a cache."
-            " `continuous_batching`: the engine of transformers for many requests. `vllm`: vLLM,"
-            " which is untested. `auto` is `generate`."
+            "What generates the completions. `generate`: the forward pass of training with a cache,"
+            " one prompt after the other. `continuous_batching`: transformers' engine for many"
+            " requests. `vllm`: vLLM, which is untested. `auto` is `generate`."
         ),
     )
     importance_sampling_correction: bool | None = Field(
         None,
         description=(
-            "Multiply the loss by the ratio of the probabilities in training to those with which the"
-            " tokens were drawn. Default: with every engine except `generate`, which computes the"
-            " same probabilities."
+            "Multiply the loss by the ratio of the probabilities in training to those with which"
+            " the tokens were drawn. Default: with every engine except `generate`, which computes"
+            " the same probabilities."
         ),
     )
     importance_sampling_mode: CorrectionMode | None = Field(

@@ -14,6 +14,7 @@ from paceline.config.schema.grpo import Grpo
 from paceline.tasks.grpo.correction import ProbabilityCorrection
 from paceline.tasks.grpo.tokens import CompletionTokens, Metric
 
+
 @dataclass(frozen=True)
 class GroupObjective:
     """Group relative policy optimization (Shao et al., "DeepSeekMath", 2024) with the variants

@@ -17,11 +17,13 @@ from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collat
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.kinds.prompt import ROW, read_row
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
+from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.head.softmax import IGNORED
 from paceline.models.transforms.parameters import disable_dropout
 from paceline.rewards.functions import check_reward_sources, needed_columns
 from paceline.rollouts.advantages import AdvantageRule
+from paceline.rollouts.engine_check import check_engine, check_engine_of_model, engine_notices
 from paceline.rollouts.records import missing_rollout, read_groups, rollout_file
 from paceline.tasks.base import Notice, Prepared
 from paceline.tasks.grpo.correction import ProbabilityCorrection
@@ -69,8 +71,6 @@ class CompletionBatch(TokenBatch, total=False):
     metric_sums: MetricSums
 
 
-#: Engines of the config with which no completions are generated in this version.
-OTHER_ENGINES = ("vllm", "continuous_batching")
 #: Number of rows that are read to find out whether the data has the columns of the rewards.
 _CHECKED_ROWS = 1000
 #: The values of a sample that each token of its completion has.
@@ -197,6 +197,7 @@ class GrpoTask(SequenceTask):
              " length of the keys and values"),
         )  # fmt: skip
         self._check_other_sections()
+        check_engine(self.config)
         check_reward_sources(self.config)
 
     def _check_other_sections(self) -> None:
@@ -298,6 +299,8 @@ class GrpoTask(SequenceTask):
 
     def setup(self, model: Any) -> list[Notice]:
         notices = super().setup(model)
+        check_engine_of_model(self.config, base_model(model).config.to_dict())
+        notices += engine_notices(self.config)
         if self.config.lora.enable and self.config.lora.dropout:
             text = UserText(
                 "dropout: {subject}", code="dropout", subject=f"off (`{self.config.task}`)"

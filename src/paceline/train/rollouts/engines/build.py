@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
 from paceline.distributed.timing.progress import ProgressTracker
 from paceline.train.rollouts.engines.base import CompletionEngine, CompletionLimits
 from paceline.train.state import TrainComponents
@@ -25,6 +26,21 @@ def build_engine(
         from paceline.train.rollouts.engines.batching import BatchingEngine
 
         return BatchingEngine(components, progress, limits)
+    if engine == "vllm":
+        if components.strategy.world.device.type != "cuda":
+            raise ConfigError(
+                "`grpo.engine: vllm` needs GPUs, and the ranks compute on {device}",
+                code="vllm-needs-gpus",
+                fix="leave `grpo.engine` out",
+                device=components.strategy.world.device.type,
+            )
+        if config.grpo.vllm_mode == "server":
+            from paceline.train.rollouts.engines.vllm_server import ServerVllm
+
+            return ServerVllm(config, components, progress, limits)
+        from paceline.train.rollouts.engines.vllm_colocated import ColocatedVllm
+
+        return ColocatedVllm(config, components, progress, limits)
     from paceline.train.rollouts.generation import RolloutGenerator
 
     return RolloutGenerator(components, progress, limits, picks_logits)
