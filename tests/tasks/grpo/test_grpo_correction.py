@@ -109,7 +109,8 @@ def test_first_steps_agree_with_trl(
     assert len(actual) == len(expected) == STEPS
     for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         for name in ("loss", "grad_norm"):
-            close = pytest.approx(theirs[name], rel=1e-4, abs=1e-6)
+            # Ratios of up to 3 amplify the rounding of the steps before.
+            close = pytest.approx(theirs[name], rel=1e-4, abs=1e-5)
             assert ours[name] == close, f"step {number + 1}: {name}"
         mean_name = "sampling/importance_sampling_ratio/mean"
         if mean_name in theirs:  # only in the first step of a rollout
