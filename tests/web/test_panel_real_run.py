@@ -67,8 +67,8 @@ def test_shows_a_run_from_start_to_end(serve, tmp_path):
     # The peak rate of a CPU is unknown, so its share is too.
     assert set(series["series"].pop("mfu")["mean"]) == {None}
     # The model has no experts, and the run generates no completions.
-    of_rollouts = ("reward", "completion_length", "entropy", "kl", "clip_ratio")
-    for name in ("expert_load", "aux_loss", *of_rollouts):
+    of_rollouts = ("reward", "completion_length", "entropy", "kl", "clip_ratio", "logprob_diff")
+    for name in ("expert_load", "aux_loss", *of_rollouts, "importance_ratio"):
         assert set(series["series"].pop(name)["mean"]) == {None}
     for name, curve in series["series"].items():
         assert None not in curve["mean"], name

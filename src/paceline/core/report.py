@@ -21,6 +21,8 @@ ROLLOUT_NUMBERS = (
     "entropy",
     "clip_ratio",
     "logprob_diff",
+    "importance_ratio",
+    "importance_clipped",
     "rollout_s",
     "reward_s",
     "update_s",
@@ -47,6 +49,9 @@ class RolloutFigures(TypedDict, total=False):
             probabilities is clipped.
         logprob_diff: mean difference between the log-probabilities of tokens when they were drawn
             and in training.
+        importance_ratio: mean of the ratios of probabilities by which the loss is multiplied to
+            correct for the engine.
+        importance_clipped: share of these ratios that were outside of their limits.
     """
 
     reward: float | None
@@ -63,6 +68,8 @@ class RolloutFigures(TypedDict, total=False):
     entropy: float
     clip_ratio: float
     logprob_diff: float
+    importance_ratio: float
+    importance_clipped: float
 
 
 class PackingFigures(TypedDict, total=False):

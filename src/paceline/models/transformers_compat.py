@@ -5,10 +5,12 @@ ConfigError with the supported range.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
+
+from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError
 
@@ -133,3 +135,36 @@ def _accepts(function: Callable[..., Any], names: Set[str]) -> bool:
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
     return required <= names <= parameters.keys()
+
+
+def batching_obstacle(fields: Mapping[str, JsonValue]) -> str | None:
+    """Return why transformers' continuous batching cannot generate with a model, or None. A model
+    that this transformers does not know has no obstacle here.
+
+    Args:
+        fields: content of the model's ``config.json``.
+    """
+    try:
+        from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+    except ImportError:
+        raise _changed("group_layers_by_attn_type") from None
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = str(fields.get("model_type"))
+    if kind not in CONFIG_MAPPING or "auto_map" in fields:
+        return None
+    config = CONFIG_MAPPING[kind].from_dict(dict(fields))
+    of_text = config.get_text_config()
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not model_class.is_backend_compatible():
+        return f"models of the type {kind} compute attention in their own way"
+    if getattr(of_text, "kv_lora_rank", None):
+        return "keys and values are compressed (multi-head latent attention)"
+    try:
+        group_layers_by_attn_type(of_text)
+    except ValueError:
+        types = sorted({*of_text.layer_types} - {"full_attention", "sliding_attention"})
+        return f"the model has layers of the type {', '.join(types)}"
+    return None

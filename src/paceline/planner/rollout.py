@@ -17,7 +17,7 @@ from paceline.planner.mode_time import TimeEstimate, reached_rates, setup_of_bat
 from paceline.planner.model_profile import ModelProfile
 
 #: Share of the free memory that gathered weights may take in a run
-#: (:mod:`paceline.train.rollouts.generation`).
+#: (:mod:`paceline.train.rollouts.engines.base`).
 _MAX_SHARE = 0.7
 #: Bytes for each logit when a token is drawn: the quotient by the temperature and its logarithm in
 #: float32, the cumulative sum in float64, and two integers.

@@ -48,6 +48,7 @@ class GroupDecoder:
         tick: called after each token.
         agree: function that returns whether all ranks whose forward passes belong together are
             done, or None if each rank generates alone.
+        on_prompt_again: called if the prompt is computed for each completion.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class GroupDecoder:
     picks_logits: bool
     tick: Callable[[], None]
     agree: Callable[[bool], bool] | None = None
+    on_prompt_again: Callable[[], None] = lambda: None
 
     def decode(self, prompt: Sequence[int], uniforms: torch.Tensor) -> list[Completion]:
         """Return the completions of a prompt.
@@ -67,13 +69,12 @@ class GroupDecoder:
         """
         completions = [Completion() for _ in uniforms]
         rows = _Rows(self, list(prompt), len(completions))
+        uniforms = rows.to_device(uniforms)
         for position in range(self.max_tokens):
             logits = rows.next_logits()
             self.tick()
-            active = torch.tensor(rows.numbers)
-            tokens, logps = self.sampling.draw(logits, uniforms[active, position])
-            drawn = list(zip(rows.numbers, tokens.tolist(), logps.tolist(), strict=True))
-            for number, token, logp in drawn:
+            tokens, logps = self.sampling.draw(logits, uniforms[rows.indices, position])
+            for number, token, logp in zip(rows.numbers, *_on_host(tokens, logps), strict=True):
                 completion = completions[number]
                 if completion.is_truncated:
                     completion.ids.append(token)
@@ -103,6 +104,7 @@ class _Rows:
 
     Attributes:
         numbers: number of the completion of each row.
+        indices: the same as a tensor on the device.
     """
 
     def __init__(self, decoder: GroupDecoder, prompt: list[int], count: int) -> None:
@@ -113,8 +115,14 @@ class _Rows:
         device = next(decoder.model.parameters()).device
         #: Token ids that the cache does not contain, [rows, tokens].
         self._ids = torch.tensor([prompt], device=device)
+        self.indices = torch.arange(count, device=device)
         # Caches of some recurrent layers cannot be repeated for several rows, nor lose rows.
         self._has_fixed_rows = False
+
+    def to_device(self, uniforms: torch.Tensor) -> torch.Tensor:
+        """Return random numbers on the device; MPS has no float64."""
+        wide = torch.float32 if self._ids.device.type == "mps" else torch.float64
+        return uniforms.to(self._ids.device, wide)
 
     def next_logits(self) -> torch.Tensor:
         """Return the logits of the next token of each row [rows, vocabulary]."""
@@ -126,6 +134,7 @@ class _Rows:
         if self._cache is None or self._repeat_cache(count):
             return logits.expand(count, -1)
         self._cache, self._has_fixed_rows = None, True
+        self.decoder.on_prompt_again()
         return self._run()
 
     def _run(self) -> torch.Tensor:
@@ -153,8 +162,15 @@ class _Rows:
         kept = [row for row, is_over in enumerate(has_ended) if not is_over]
         if kept and 2 * len(kept) <= len(self.numbers) and not self._has_fixed_rows:
             indices = torch.tensor(kept, device=ids.device)
-            ids = ids[indices]
+            ids, self.indices = ids[indices], self.indices[indices]
             self.numbers = [self.numbers[row] for row in kept]
             if self._cache is not None:
                 self._cache.batch_select_indices(indices)
         self._ids = ids
+
+
+def _on_host(tokens: torch.Tensor, logps: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Return tokens and their log-probabilities, in one copy from the device, for which the host
+    waits once."""
+    both = torch.stack([tokens.to(torch.int32), logps.view(torch.int32)]).cpu()
+    return both[0].tolist(), both[1].view(torch.float32).tolist()

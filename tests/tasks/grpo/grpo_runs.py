@@ -1,6 +1,7 @@
 """The same training on recorded completions with TRL and with Paceline."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,16 @@ def write_rewards(folder: Path) -> Path:
     return path
 
 
-def record_rollouts(folder: Path, eos: int, num_iterations: int, with_nulls: bool) -> list[Any]:
-    """Write rollouts with random completions and rewards; return the records of all of them."""
+def record_rollouts(
+    folder: Path, eos: int, num_iterations: int, with_nulls: bool, noise: float = 0.0
+) -> list[Any]:
+    """Write rollouts with random completions and rewards; return the records of all of them.
+
+    Args:
+        noise: largest difference between the recorded log-probabilities and those of a model that
+            prefers no token.
+    """
+    around = -math.log(8192) if noise else -5.0
     numbers = random.Random(0)
     folder.mkdir()
     records = []
@@ -46,7 +55,10 @@ def record_rollouts(folder: Path, eos: int, num_iterations: int, with_nulls: boo
                         "index": index,
                         "prompt_ids": ids,
                         "completion_ids": completion,
-                        "logprobs": [-5.0] * length,
+                        "logprobs": [
+                            around + numbers.uniform(-noise, noise) if noise else around
+                            for _ in range(length)
+                        ],
                         "rewards": rewards,
                         "truncated": is_truncated,
                     }
@@ -58,9 +70,18 @@ def record_rollouts(folder: Path, eos: int, num_iterations: int, with_nulls: boo
 
 
 def trl_steps(
-    task: str, model: Path, records: list[Any], folder: Path, **settings: Any
+    task: str,
+    model: Path,
+    records: list[Any],
+    folder: Path,
+    correction: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> tuple[list[dict[str, float]], list[float]]:
-    """Train with TRL in this process; return the figures of each step, and the advantages."""
+    """Train with TRL in this process; return the figures of each step, and the advantages.
+
+    Args:
+        correction: settings of TRL's correction for the probabilities of vLLM; None for none.
+    """
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,6 +108,9 @@ def trl_steps(
         return function
 
     class Group(trl.GRPOTrainer):  # type: ignore[misc]
+        # TRL would give vLLM the weights of each step; the completions are recorded.
+        _last_loaded_step = property(lambda self: self.state.global_step, lambda self, step: None)
+
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             outputs = super()._generate_and_score_completions(inputs)
             advantages.extend(outputs["advantages"].tolist())
@@ -135,6 +159,10 @@ def trl_steps(
         processing_class=AutoTokenizer.from_pretrained(model),
         **({"rollout_func": rollout_func} if is_group else {}),
     )
+    if correction is not None:
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        for name, value in correction.items():
+            setattr(trainer, f"vllm_importance_sampling_{name}", value)
     trainer.train()
     return [step for step in trainer.state.log_history if "loss" in step], advantages
 

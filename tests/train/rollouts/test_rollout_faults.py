@@ -48,13 +48,22 @@ class Killer(paceline.Callback):
 SLOW = SOURCE.replace("    return", "    __import__('time').sleep(0.05)\n    return")
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", "zero3"])
+PHASES = [("rollout", 1), ("rewards", 1), ("forward", 1), ("save", 1), ("forward", 2), ("save", 2)]
+#: Phases in which a run with another engine is killed: while it generates, and between two updates
+#: on a rollout.
+PHASES_OF_ENGINE = [("rollout", 1), ("save", 2)]
+
+
 @pytest.mark.parametrize(
-    ("phase", "iterations"),
-    [("rollout", 1), ("rewards", 1), ("forward", 1), ("save", 1), ("forward", 2), ("save", 2)],
+    ("engine", "phase", "iterations"),
+    [
+        *[("generate", *each) for each in PHASES],
+        *[("continuous_batching", *each) for each in PHASES_OF_ENGINE],
+    ],
 )
+@pytest.mark.parametrize("mode", ["single", "ddp", "zero3"])
 def test_killed_run_continues_with_the_same_bits(
-    phase: str, mode: str, iterations: int, tmp_path: Path
+    mode: str, engine: str, phase: str, iterations: int, tmp_path: Path
 ) -> None:
     write_inputs(tmp_path, SLOW)
     (tmp_path / "killer.py").write_text(KILLER)
@@ -64,6 +73,7 @@ def test_killed_run_continues_with_the_same_bits(
         f"parallel.mode={mode}",
         f"parallel.num_gpus={ranks}",
         "per_device_train_batch_size=4",
+        f"grpo.engine={engine}",
         f"grpo.num_iterations={iterations}",
         "grpo.beta=0.04",
         "max_steps=5",

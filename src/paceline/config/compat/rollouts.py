@@ -43,10 +43,17 @@ class _OpenR1(TypedDict):
     keys: str
 
 
+class _Switch(TypedDict):
+    value: YamlValue
+    sets: dict[str, YamlValue]
+
+
 class _RolloutTables(TypedDict):
     """The content of ``rollouts.yaml``, where comments explain the fields."""
 
     keys: dict[str, str]
+    server: str
+    switches: dict[str, _Switch]
     functions: str
     weights: str
     models: str
@@ -71,6 +78,11 @@ def description_with_rewards(key: str) -> tuple[str, str] | None:
     tables = _tables()
     if key in tables["keys"]:
         return f"`{tables['keys'][key]}`", "with `task: grpo` or `rloo`"
+    if key in tables["server"].split():
+        return "`grpo.vllm_server_base_url`", "with `task: grpo` or `rloo`"
+    if key in tables["switches"]:
+        names = ", ".join(f"`{name}`" for name in tables["switches"][key]["sets"])
+        return names, "with `task: grpo` or `rloo`"
     if key in " ".join(tables[part] for part in ("functions", "weights", "models")).split():
         return "`rewards`", "with `task: grpo` or `rloo`"
     if key in tables["options"]:
@@ -93,12 +105,13 @@ class RolloutReader:
     def __init__(self, merge: Merge, task: str) -> None:
         self.merge, self.task = merge, task
         self.tables = _tables()
-        # The keys that make up the rewards, by name.
+        # The keys that make up the rewards and the address of a server, by name.
         self.parts: dict[str, KeyBinding] = {}
         own = self.tables["open_r1"]["keys"].split()
         known = [*merge.lines, *merge.methods]
         #: A key that only Open-R1 has, or None if the config is not one of Open-R1.
         self.open_r1_key = next((each for each in known if each.entry.name in own), None)
+        self.address: dict[str, KeyBinding] = {}
 
     def read(self, chosen_by: KeyBinding | None = None) -> None:
         """Convert all keys. ``chosen_by``: the first one, if the keys have determined the task."""
@@ -116,6 +129,7 @@ class RolloutReader:
             elif name not in DATA_KEYS:
                 self._read_key(name, binding, notices)
         self._read_rewards()
+        self._read_address()
 
     def _take_unknown(self) -> list[KeyBinding]:
         """Return the keys that are unknown because other methods have no such key."""
@@ -125,7 +139,7 @@ class RolloutReader:
             if problem.what.code == "unknown-key"
             and problem.entry is not None
             and len(problem.entry.path) == 1
-            and problem.entry.name in self.tables["keys"]
+            and self._knows(problem.entry.name)
         ]
         self.merge.problems = [each for each in self.merge.problems if each not in problems]
         return [KeyBinding(problem.entry) for problem in problems if problem.entry is not None]
@@ -133,14 +147,30 @@ class RolloutReader:
     def _take_sampling(self) -> list[KeyBinding]:
         """Return the keys that other methods ignore because they generate nothing in training."""
         names = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-        lines = [each for each in self.merge.lines if each.entry.name in names and each.ignored]
+        lines = [
+            each
+            for each in self.merge.lines
+            if each.ignored
+            and (
+                each.entry.name in names
+                or (each.entry.name.startswith("vllm_") and self._knows(each.entry.name))
+            )
+        ]
         self.merge.lines = [line for line in self.merge.lines if line not in lines]
         return lines
+
+    def _knows(self, name: str) -> bool:
+        """Return whether a key has an effect on a run that generates completions."""
+        tables = self.tables
+        return name in {*tables["keys"], *tables["switches"], *tables["server"].split()}
 
     def _read_key(self, name: str, binding: KeyBinding, notices: list[Notice]) -> None:
         keys = self._names("functions") + self._names("weights") + self._names("models")
         if name in self.tables["options"] or (name in keys and not is_off(binding.entry.value)):
             self.parts[name] = replace(binding, notices=notices)
+            return
+        if name in self.tables["server"].split() and binding.entry.value is not None:
+            self.address[name] = replace(binding, notices=notices)
             return
         sets = self._convert(name, binding, notices)
         if sets is not None:
@@ -153,6 +183,9 @@ class RolloutReader:
             return {"task": self.task}
         if name in self.tables["keys"]:
             return {self.tables["keys"][name]: value}
+        if name in self.tables["switches"]:
+            switch = self.tables["switches"][name]
+            return switch["sets"] if value == switch["value"] else {}
         if (ignored := _ignored(name)) is not None:
             notices.append(ignored)
         elif not is_off(value) and value not in self.tables["neutral"].get(name, []):
@@ -208,6 +241,23 @@ class RolloutReader:
             ],
         )
         return [self._reward(name, source) for name in names]
+
+    def _read_address(self) -> None:
+        """Set the address of a server from its host and its port. A host on which TRL's server
+        listens at all addresses is this one."""
+        if not self.address:
+            return
+        host, port = (
+            _first(self.address[name].entry.value) if name in self.address else default
+            for name, default in (("vllm_server_host", "localhost"), ("vllm_server_port", 8000))
+        )
+        host = "localhost" if host == "0.0.0.0" else host
+        bindings = list(self.address.values())
+        address = f"http://{host}:{port}"
+        assigned = [Assignment("grpo.vllm_server_base_url", address, bindings[-1].entry)]
+        self.merge.assigned += assigned
+        for binding in bindings:
+            self.merge.report(binding, assigned, binding.notices)
 
     def _names(self, part: str) -> list[str]:
         """Return the names of keys that a field of the table lists."""
@@ -268,6 +318,11 @@ class RolloutReader:
         shown = f"{binding.entry.shown()} ({short(binding.entry.value)})"
         what = UserText("{shown}: {why}", code="unsupported-value", shown=shown, why=why)
         self.merge.problems.append(Problem(what, binding.entry, fix=_FIX))
+
+
+def _first(value: YamlValue) -> YamlValue:
+    """Return a value, or the first one of a list: ms-swift may name several servers."""
+    return value[0] if isinstance(value, list) and value else value
 
 
 def _as_list(value: YamlValue) -> list[YamlValue]:

@@ -10,8 +10,9 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.config.schema.base import CombinationError, Section, Text
+from paceline.config.schema.base import CombinationError, Text
 from paceline.config.schema.rewards import RewardEntry
+from paceline.config.schema.rollout_engine import CorrectionMode, RolloutEngine
 from paceline.config.schema.tasks import ROLLOUT_TASKS
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
@@ -59,7 +60,7 @@ def _check_range(value: list[float] | None) -> list[float] | None:
 GroupLoss = Literal["grpo", "dr_grpo", "dapo"]
 
 
-class Grpo(Section):
+class Grpo(RolloutEngine):
     """Settings of `task: grpo` and `rloo`, named as in TRL."""
 
     num_generations: int = Field(
@@ -144,9 +145,6 @@ class Grpo(Section):
             " the batch is full (DAPO)."
         ),
     )
-    engine: Literal["auto", "generate", "continuous_batching", "vllm"] = Field(
-        "auto", description="What generates the completions."
-    )
     reward_timeout_s: float = Field(
         60.0,
         gt=0,
@@ -184,6 +182,11 @@ class Grpo(Section):
     def beta_of(self, task: str) -> float:
         """Return the weight of the divergence: the one of the config, or the task's default."""
         return _BETAS[task] if self.beta is None else self.beta
+
+    def correction_mode(self, task: str) -> CorrectionMode:
+        """Return how the ratios of :attr:`corrects_probabilities` are limited."""
+        default: CorrectionMode = "sequence_truncate" if task == "rloo" else "token_truncate"
+        return self.importance_sampling_mode or default
 
     def workers_per_rank(self, cores: int, ranks_on_host: int) -> int:
         """Return the number of reward processes of a rank: the one of the config, or its share of

@@ -17,7 +17,8 @@ from paceline.explain.record import Cell, Check, DrawnRow, Tone, cells_of, numbe
 from paceline.messages.pages import PageText
 from paceline.rollouts.advantages import AdvantageRule, compute_advantages
 from paceline.strategies.ddp.strategy import DDPStrategy
-from paceline.tasks.grpo.objective import CompletionTokens, GroupObjective
+from paceline.tasks.grpo.objective import GroupObjective
+from paceline.tasks.grpo.tokens import CompletionTokens
 
 _END = "."
 _LETTERS = "aeikst" + _END

@@ -426,12 +426,17 @@ def _rollout_plots(steps: list[StepEvent]) -> list[Plot]:
     entropy = Series("entropy", _points(steps, "entropy"), "c6")
     divergence = Series("divergence", _points(steps, "kl"), "c7")
     clipped = Series("clipped ratios", _points(steps, "clip_ratio"), "c5")
+    drawn = Series("difference", _points(steps, "logprob_diff"), "c2")
+    factors = Series("mean ratio", _points(steps, "importance_ratio"), "c4")
+    limited = Series("outside of the limits", _points(steps, "importance_clipped"), "c5")
     return [
         Plot("Reward", "", rewards),
         Plot("Completion length", "tokens", [length], from_zero=True),
         Plot("Entropy of the tokens", "", [entropy], from_zero=True),
         Plot("Divergence from the reference model", "", [divergence]),
         Plot("Clipped ratios", "", [clipped], from_zero=True),
+        Plot("Log-probabilities when drawn and in training", "", [drawn], from_zero=True),
+        Plot("Ratios that correct for the engine", "", [factors, limited], from_zero=True),
     ]
 
 

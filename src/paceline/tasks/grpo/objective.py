@@ -7,70 +7,12 @@ it does not depend on ranks, micro-batches or accumulation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from paceline.config.schema.grpo import Grpo
-
-#: Sum of the values of a metric, and the number of values.
-Metric = tuple[torch.Tensor, torch.Tensor]
-
-
-class SumByRow(Protocol):
-    """Sums the values of tokens, in the shape of the targets, for each completion [rows]."""
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor: ...
-
-
-class ByToken(Protocol):
-    """Repeats the value of each completion [rows] for its tokens, such that it can be multiplied by
-    values in the shape of the targets."""
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class CompletionTokens:
-    """The values of the tokens of completions. Tensors without a comment have the shape of the
-    targets.
-
-    Args:
-        logps: log-probabilities with the current weights, with gradient.
-        entropies: entropies of the distributions.
-        mask: 1 for the tokens with loss, else 0.
-        advantages: advantage of each completion [rows].
-        old_logps: log-probabilities with the weights that generated the completions; None if these
-            are the current weights.
-        sampled_logps: log-probabilities when the tokens were drawn.
-        reference_logps: log-probabilities with the reference model, or None.
-        sum_by_row: sums values by completion.
-        by_token: repeats values of completions for their tokens.
-    """
-
-    logps: torch.Tensor
-    entropies: torch.Tensor
-    mask: torch.Tensor
-    advantages: torch.Tensor
-    old_logps: torch.Tensor | None
-    sampled_logps: torch.Tensor
-    reference_logps: torch.Tensor | None
-    sum_by_row: SumByRow
-    by_token: ByToken
-
-    @property
-    def generated_logps(self) -> torch.Tensor:
-        """The log-probabilities with the weights that generated the completions."""
-        return self.logps.detach() if self.old_logps is None else self.old_logps
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """The number of tokens with loss of each completion [rows], at least 1."""
-        return self.sum_by_row(self.mask).clamp(min=1.0)
-
-    def mean(self, values: torch.Tensor) -> Metric:
-        """Return the terms of the mean over the tokens with loss."""
-        return (values * self.mask).sum(), self.mask.sum()
+from paceline.tasks.grpo.correction import ProbabilityCorrection
+from paceline.tasks.grpo.tokens import CompletionTokens, Metric
 
 
 @dataclass(frozen=True)
@@ -80,10 +22,12 @@ class GroupObjective:
 
     Args:
         beta: weight of the divergence from the reference model.
+        correction: correction for the engine that has drawn the tokens, or None.
     """
 
     settings: Grpo
     beta: float
+    correction: ProbabilityCorrection | None = None
 
     def count(self, rows: int, tokens: float) -> float:
         """Return the term of a micro-batch in the divisor of the loss.
@@ -115,6 +59,11 @@ class GroupObjective:
             of_rows = tokens.sum_by_row(is_clipped * mask) / tokens.lengths
             clipped = of_rows.sum(), torch.ones_like(of_rows).sum()
         metrics = {**_common_metrics(tokens), "clip_ratio": clipped}
+        if self.correction is not None:
+            factors, of_factors = self.correction.ratios(tokens)
+            is_of_row = self.correction.is_by_sequence
+            losses = losses * (tokens.by_token(factors) if is_of_row else factors)
+            metrics |= of_factors
         if self.beta and tokens.reference_logps is not None:
             difference = tokens.reference_logps - tokens.logps
             # Schulman's estimator k3; the ratio makes its gradient the unbiased one of the reverse
@@ -131,9 +80,14 @@ class GroupObjective:
 class LeaveOneOutObjective:
     """REINFORCE leave-one-out (Ahmadian et al., "Back to Basics", 2024), with clipped ratios of the
     probabilities of whole completions. The divergence from the reference model is part of the
-    rewards."""
+    rewards.
+
+    Args:
+        correction: correction for the engine that has drawn the tokens, by completions; or None.
+    """
 
     settings: Grpo
+    correction: ProbabilityCorrection | None = None
 
     def count(self, rows: int, tokens: float) -> float:
         """As in :meth:`GroupObjective.count`."""
@@ -150,6 +104,10 @@ class LeaveOneOutObjective:
         metrics["clip_ratio"] = is_clipped.to(mask.dtype).sum(), torch.ones_like(ratio).sum()
         if tokens.reference_logps is not None:
             metrics["kl"] = tokens.mean(tokens.generated_logps - tokens.reference_logps)
+        if self.correction is not None:
+            factors, of_factors = self.correction.ratios(tokens)
+            losses = losses * factors
+            metrics |= of_factors
         return losses.sum(), metrics
 
 
@@ -164,4 +122,7 @@ def _bounds(settings: Grpo) -> tuple[float, float]:
 
 def _common_metrics(tokens: CompletionTokens) -> dict[str, Metric]:
     difference = (tokens.generated_logps - tokens.sampled_logps).abs()
-    return {"entropy": tokens.mean(tokens.entropies), "logprob_diff": tokens.mean(difference)}
+    # An engine gives no number for a token whose probability it does not know.
+    is_known = tokens.mask * difference.isfinite()
+    sums = (difference.nan_to_num(0.0, 0.0) * is_known).sum(), is_known.sum()
+    return {"entropy": tokens.mean(tokens.entropies), "logprob_diff": sums}

@@ -18,11 +18,13 @@ from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collat
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.kinds.prompt import ROW, read_row
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
+from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.head.softmax import IGNORED
 from paceline.models.transforms.parameters import disable_dropout
 from paceline.rewards.functions import check_reward_sources, needed_columns
 from paceline.rollouts.advantages import AdvantageRule
+from paceline.rollouts.engine_check import check_engine, check_engine_of_model, engine_notices
 from paceline.rollouts.records import (
     check_num_groups,
     missing_rollout,
@@ -30,12 +32,9 @@ from paceline.rollouts.records import (
     rollout_file,
 )
 from paceline.tasks.base import Notice, Prepared
-from paceline.tasks.grpo.objective import (
-    CompletionTokens,
-    GroupObjective,
-    LeaveOneOutObjective,
-    Objective,
-)
+from paceline.tasks.grpo.correction import ProbabilityCorrection
+from paceline.tasks.grpo.objective import GroupObjective, LeaveOneOutObjective, Objective
+from paceline.tasks.grpo.tokens import CompletionTokens
 from paceline.tasks.sequences import SequenceTask
 
 
@@ -78,8 +77,6 @@ class CompletionBatch(TokenBatch, total=False):
     metric_sums: MetricSums
 
 
-#: Engines of the config with which no completions are generated in this version.
-OTHER_ENGINES = ("vllm", "continuous_batching")
 #: Number of rows that are read to find out whether the data has the columns of the rewards.
 _CHECKED_ROWS = 1000
 #: The values of a sample that each token of its completion has.
@@ -160,15 +157,20 @@ class GrpoTask(SequenceTask):
         settings = config.grpo
         self.beta = settings.beta_of(config.task)
         is_rloo = config.task == "rloo"
+        correction = ProbabilityCorrection.of(settings, config.task)
         self.objective: Objective = (
-            LeaveOneOutObjective(settings) if is_rloo else GroupObjective(settings, self.beta)
+            LeaveOneOutObjective(settings, correction)
+            if is_rloo
+            else GroupObjective(settings, self.beta, correction)
         )
         #: Whether the log-probabilities with the weights that generate must be known before the
         #: first update.
-        self.needs_old_logps = is_rloo or settings.num_iterations > 1
+        has_correction = correction is not None
+        self.needs_old_logps = is_rloo or settings.num_iterations > 1 or has_correction
         self.needs_reference = self.beta > 0
         kl = ("kl",) if self.needs_reference else ()
-        self.step_metrics = ("entropy", "clip_ratio", "logprob_diff", *kl)
+        ratios = ("importance_ratio", "importance_clipped") if has_correction else ()
+        self.step_metrics = ("entropy", "clip_ratio", "logprob_diff", *kl, *ratios)
 
     @property
     def advantage_rule(self) -> AdvantageRule:
@@ -201,6 +203,7 @@ class GrpoTask(SequenceTask):
              " length of the keys and values"),
         )  # fmt: skip
         self._check_other_sections()
+        check_engine(self.config)
         check_reward_sources(self.config)
 
     def _check_other_sections(self) -> None:
@@ -213,8 +216,6 @@ class GrpoTask(SequenceTask):
              "leave `evaluation.metrics` out"),
             (config.evaluation.mode == "rank0", "evaluation.mode: rank0", "all ranks generate"
              " completions", "set `evaluation.mode: distributed`"),
-            (settings.engine in OTHER_ENGINES, f"grpo.engine: {settings.engine}", "completions"
-             " are generated with transformers in this version", "leave `grpo.engine` out"),
             (settings.max_completion_length >= longest, "grpo.max_completion_length:"
              f" {settings.max_completion_length}", f"no token of `train_args.max_length: {longest}`"
              " would be left for the prompt", "raise `train_args.max_length`"),
@@ -309,6 +310,8 @@ class GrpoTask(SequenceTask):
 
     def setup(self, model: Any) -> list[Notice]:
         notices = super().setup(model)
+        check_engine_of_model(self.config, base_model(model).config.to_dict())
+        notices += engine_notices(self.config)
         if self.config.lora.enable and self.config.lora.dropout:
             text = UserText(
                 "dropout: {subject}", code="dropout", subject=f"off (`{self.config.task}`)"

@@ -10,7 +10,8 @@ from paceline.distributed.timing.progress import PROGRESS
 from paceline.models.blocks import base_model
 from paceline.rollouts.sampling import Sampling
 from paceline.tasks.grpo.task import CompletionRows, GrpoTask
-from paceline.train.rollouts.generation import RolloutGenerator
+from paceline.train.rollouts.engines.base import CompletionLimits
+from paceline.train.rollouts.engines.build import build_engine
 from paceline.train.rollouts.order import CompletionOrder
 from paceline.train.rollouts.pipeline import RolloutPipeline
 from paceline.train.rollouts.scoring import GroupScorer
@@ -52,15 +53,13 @@ def build_rollout_pipeline(
         train_dataset.lengths if task.packed else None,
         args.shuffle,
     )
-    generator = RolloutGenerator(
-        components,
-        PROGRESS,
+    limits = CompletionLimits(
         _end_ids(task, components, folder),
-        task.picks_logits,
         Sampling(settings.temperature, settings.top_k or 0, settings.top_p),
         settings.max_completion_length,
         args.seed,
     )
+    generator = build_engine(config, components, PROGRESS, limits, task.picks_logits)
     num_ranks = world.env.local_world_size
     return RolloutPipeline(
         config,

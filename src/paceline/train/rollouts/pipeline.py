@@ -42,7 +42,7 @@ from paceline.rollouts.records import (
     rollout_file,
 )
 from paceline.tasks.grpo.task import CompletionRows, CompletionSample, GrpoTask
-from paceline.train.rollouts.generation import PromptTokens, RolloutGenerator
+from paceline.train.rollouts.engines.base import CompletionEngine, PromptTokens
 from paceline.train.rollouts.order import CompletionOrder
 from paceline.train.rollouts.reference import ReferenceWeights
 from paceline.train.rollouts.scoring import GroupScorer
@@ -86,7 +86,7 @@ class RolloutPipeline(DataPipeline):
         eval_dataset: CompletionRows | None,
         order: CompletionOrder,
         options: LoaderOptions,
-        generator: RolloutGenerator,
+        generator: CompletionEngine,
         scorer: GroupScorer,
         progress: ProgressTracker,
         *,
@@ -140,6 +140,7 @@ class RolloutPipeline(DataPipeline):
 
     def close(self) -> None:
         super().close()
+        self.generator.close()
         self.scorer.close()
 
     def _roll_out(self, step: int) -> Rollout:

@@ -19,7 +19,7 @@ from paceline.rewards.reward_model import RewardModel
 from paceline.rewards.scorer import RewardScorer
 from paceline.rollouts.decoding import Completion
 from paceline.rollouts.records import RolloutGroup
-from paceline.train.rollouts.generation import PromptTokens
+from paceline.train.rollouts.engines.base import PromptTokens
 
 #: Largest number of processes that compute rewards for a rank, if the config sets none.
 _MAX_WORKERS = 8

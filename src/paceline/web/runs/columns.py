@@ -30,8 +30,18 @@ SERIES = {
     "entropy": "nats",
     "kl": "nats",
     "clip_ratio": "",
+    "logprob_diff": "nats",
+    "importance_ratio": "",
 }
-_OF_ROLLOUTS = ("reward", "completion_length", "entropy", "kl", "clip_ratio")
+_OF_ROLLOUTS = (
+    "reward",
+    "completion_length",
+    "entropy",
+    "kl",
+    "clip_ratio",
+    "logprob_diff",
+    "importance_ratio",
+)
 ROW = np.dtype(
     [
         ("offset", "i8"),
@@ -42,7 +52,7 @@ ROW = np.dtype(
     ]
 )
 _CHUNK_ROWS = 1 << 15
-#: 1,048,576 rows of 108 bytes: 108 MiB. Of a longer run, every second, fourth, … step is kept.
+#: 1,048,576 rows of 116 bytes: 116 MiB. Of a longer run, every second, fourth, … step is kept.
 MAX_ROWS = 1 << 20
 _MAX_STEP = 1 << 53
 _MAX_FLOAT = 10**300

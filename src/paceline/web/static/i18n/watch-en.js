@@ -155,6 +155,14 @@ export const en = {
   "m.clip_ratio": "Clipped ratios",
   "m.clip_ratio.is": "Share of the tokens whose ratio of new to old probability is clipped.",
   "m.clip_ratio.unit": "share of tokens",
+  "m.logprob_diff": "Difference of log-probabilities",
+  "m.logprob_diff.is":
+    "Mean difference between the log-probabilities of tokens when they were drawn and in training.",
+  "m.logprob_diff.unit": "nats per token",
+  "m.importance_ratio": "Correction ratio",
+  "m.importance_ratio.is":
+    "Mean of the ratios of probabilities by which the loss is multiplied, because the engine that draws tokens computes other probabilities than training.",
+  "m.importance_ratio.unit": "ratio",
 
   "line.raw": "training",
   "line.smooth": "training, smoothed",

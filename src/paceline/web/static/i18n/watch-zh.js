@@ -133,6 +133,13 @@ export const zh = {
   "m.clip_ratio": "被裁剪的比率",
   "m.clip_ratio.is": "新旧概率之比被裁剪的 token 所占的比例。",
   "m.clip_ratio.unit": "占全部 token",
+  "m.logprob_diff": "对数概率之差",
+  "m.logprob_diff.is": "token 被采样时的对数概率与训练中的对数概率之差的平均值。",
+  "m.logprob_diff.unit": "nat / token",
+  "m.importance_ratio": "修正比率",
+  "m.importance_ratio.is":
+    "损失所乘的概率之比的平均值：采样 token 的引擎算出的概率与训练中的不同，用它修正。",
+  "m.importance_ratio.unit": "比率",
 
   "line.raw": "训练",
   "line.smooth": "训练（平滑）",

@@ -37,6 +37,8 @@ const METRICS = [
   { name: "entropy", color: "--s6", format: format.digits, min: 0 },
   { name: "kl", color: "--s7", format: format.digits },
   { name: "clip_ratio", color: "--s5", format: format.percent, min: 0 },
+  { name: "logprob_diff", color: "--s2", format: format.digits, min: 0 },
+  { name: "importance_ratio", color: "--s4", format: format.digits, min: 0 },
 ];
 const MARKS_SHOWN = 100;
 

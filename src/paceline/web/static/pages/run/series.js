@@ -21,6 +21,8 @@ export const SERIES_NAMES = [
   "entropy",
   "kl",
   "clip_ratio",
+  "logprob_diff",
+  "importance_ratio",
 ];
 const POINTS = 1200;
 

@@ -1,0 +1,143 @@
+"""Which engines can generate the completions of a run. Checked before any rank exists."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.core.log import Notice
+from paceline.core.texts import UserText
+from paceline.models.builtin import config_numbers
+from paceline.models.json_config import JsonObject
+from paceline.models.transformers_compat import batching_obstacle
+
+_LIMITS = ("importance_sampling_clip_max", "importance_sampling_clip_min")
+#: The keys of the modes of vLLM.
+_OF_SERVER = ("vllm_server_base_url", "vllm_server_timeout", "vllm_group_port")
+_OF_RANK = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
+
+
+def check_engine(config: Config) -> None:
+    """Check that the engine of the config can generate with the model.
+
+    Raises:
+        ConfigError: it cannot, or it is not installed.
+    """
+    engine = config.grpo.engine_used
+    if engine == "vllm":
+        _check_vllm(config)
+    elif engine == "continuous_batching":
+        fields = config_numbers(config.model)
+        reason = batching_obstacle(fields) if fields else None
+        if reason is not None:
+            raise _unsupported(config, reason)
+
+
+def check_engine_of_model(config: Config, fields: JsonObject) -> None:
+    """Check the engine with the config of a model that has been loaded, which
+    :func:`check_engine` may not have found.
+
+    Raises:
+        ConfigError: the engine cannot generate with it.
+    """
+    if config.grpo.engine_used == "continuous_batching":
+        reason = batching_obstacle(fields)
+        if reason is not None:
+            raise _unsupported(config, reason)
+
+
+def engine_notices(config: Config) -> list[Notice]:
+    """Return what generates the completions and why, and what is not tested or differs."""
+    settings = config.grpo
+    engine = settings.engine_used
+    reason = {
+        "generate": "their tokens do not depend on the number of ranks",
+        "continuous_batching": "their tokens depend on the number of ranks",
+        "vllm": "their tokens depend on what else vLLM computes",
+    }[engine]
+    if settings.replay is not None:
+        return []
+    notices = [
+        Notice(
+            "info",
+            UserText(
+                "completions: generated with `{engine}` ({reason})",
+                code="rollout-engine",
+                engine=engine,
+                reason=reason,
+            ),
+        )
+    ]
+    unused = sorted(_without_effect(config))
+    if unused:
+        text = UserText(
+            "{keys}: no effect with `grpo.engine: {engine}`",
+            code="engine-without-effect",
+            keys=", ".join(f"`grpo.{name}`" for name in unused),
+            engine=engine,
+        )
+        notices.append(Notice("info", text))
+    if engine == "vllm":
+        text = UserText(
+            "`grpo.engine: vllm` is untested: Paceline has never run with vLLM. Compare"
+            " `logprob_diff` of the first steps with a run with `generate`",
+            code="vllm-untested",
+        )
+        notices.append(Notice("warning", text))
+    if engine != "generate" and settings.corrects_probabilities and _restricts(config):
+        text = UserText(
+            "`grpo.engine: {engine}` gives the probabilities among the tokens that `top_k` and"
+            " `top_p` leave, so `logprob_diff` and `importance_ratio` also count the probability of"
+            " the others",
+            code="restricted-probabilities",
+            engine=engine,
+        )
+        notices.append(Notice("warning", text))
+    return notices
+
+
+def _without_effect(config: Config) -> set[str]:
+    """Return the keys about the engine that are set and that the run does not use."""
+    settings = config.grpo
+    is_server = settings.vllm_mode == "server"
+    unused = ("importance_sampling_mode", *_LIMITS) if not settings.corrects_probabilities else ()
+    if settings.engine_used != "vllm":
+        unused += ("vllm_mode", *_OF_SERVER, *_OF_RANK)
+    else:
+        unused += _OF_RANK if is_server else _OF_SERVER
+    return settings.model_fields_set & {*unused}
+
+
+def _restricts(config: Config) -> bool:
+    return bool(config.grpo.top_k) or config.grpo.top_p < 1
+
+
+def _check_vllm(config: Config) -> None:
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "`grpo.engine: vllm` needs vLLM, which is not installed",
+            code="rollouts-need-vllm",
+            fix="run `pip install vllm`, or leave `grpo.engine` out",
+        )
+    fields = config_numbers(config.model)
+    for is_set, reason in (
+        (config.parallel.device == "cpu", "vLLM needs GPUs, and `parallel.device` is `cpu`"),
+        (config.lora.quantize != "none", "vLLM gets merged weights, and `lora.quantize:"
+         f" {config.lora.quantize}` has none"),
+        ("quantization_config" in fields, "the files of the model are quantized, and its weights"
+         " in training are not"),
+        (bool(config.new_special_tokens), "vLLM loads a model without `new_special_tokens`"),
+    ):  # fmt: skip
+        if is_set:
+            raise _unsupported(config, reason)
+
+
+def _unsupported(config: Config, reason: str) -> ConfigError:
+    return ConfigError(
+        "`grpo.engine: {engine}` cannot generate the completions: {reason}",
+        code="engine-not-supported",
+        fix="leave `grpo.engine` out",
+        engine=config.grpo.engine,
+        reason=reason,
+    )
