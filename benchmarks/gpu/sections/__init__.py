@@ -8,7 +8,6 @@ from cases import Section
 
 from sections import ceilings, kernels, losses, resume, speed, waits
 
-
 #: Limit of a case and of a section on simulated devices, where a machine may be slow.
 SIMULATED_LIMIT_S = 900.0
 
@@ -21,7 +20,7 @@ def make_sections(prepared: Path, is_simulated: bool) -> list[Section]:
         waits.waits_section(is_simulated),
         waits.sanitizer_section(is_simulated),
         kernels.section(is_simulated),
-        resume.section(is_simulated),
+        resume.section(),
         losses.several_ranks_section(prepared, is_simulated),
         speed.fit_section(is_simulated),
         speed.section(is_simulated),

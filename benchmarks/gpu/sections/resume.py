@@ -30,7 +30,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-def section(is_simulated: bool) -> Section:
+def section() -> Section:
     """Return the section."""
     cases = [
         Case(f"asynchronous save: {mode}", "sections.resume:save_asynchronously",
