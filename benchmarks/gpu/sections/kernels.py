@@ -15,7 +15,7 @@ def section(is_simulated: bool) -> Section:
     """Return the section."""
     why = "needs a GPU: speed is not measured on simulated devices" if is_simulated else ""
     name = "sections.kernels:"
-    return Section("kernels", 120 if is_simulated else 45, [
+    return Section("kernels", 45, [
         Case("values: loss in chunks", f"{name}check_loss"),
         Case("values: stochastic rounding", f"{name}check_rounding"),
         Case("values: attention of packed rows", f"{name}check_attention"),

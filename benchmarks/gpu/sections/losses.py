@@ -12,7 +12,7 @@ from context import Context
 from training import train
 
 #: Simulated ranks share two cores, and the first run of a process is slow.
-LIMIT_S, SIMULATED_LIMIT_S = 60.0, 180.0
+LIMIT_S = 60.0
 
 
 def one_rank_section(prepared: Path, is_simulated: bool) -> Section:
@@ -35,13 +35,13 @@ def _section(
             "sections.losses:compare",
             {"training": each},
             num_ranks=each["num_ranks"],
-            limit_s=SIMULATED_LIMIT_S if is_simulated else LIMIT_S,
+            limit_s=LIMIT_S,
             why_skipped=_why_skipped(each, is_simulated),
         )
         for each in trainings
         if (each["num_ranks"] > 1) == several
     ]
-    return Section(name, 900 if is_simulated else limit_s, cases)
+    return Section(name, limit_s, cases)
 
 
 def _why_skipped(training: dict[str, Any], is_simulated: bool) -> str:

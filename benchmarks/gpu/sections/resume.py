@@ -30,21 +30,20 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-def section(is_simulated: bool) -> Section:
+def section() -> Section:
     """Return the section."""
-    limit_s = 120.0 if is_simulated else 60.0
     cases = [
         Case(f"asynchronous save: {mode}", "sections.resume:save_asynchronously",
-             {"settings": complete({"parallel.mode": mode}, 1)}, limit_s=limit_s)
+             {"settings": complete({"parallel.mode": mode}, 1)}, limit_s=60.0)
         for mode in ("single", "zero3")
     ]  # fmt: skip
     cases += [
         Case(f"resume: {name}", "sections.resume:resume", {"settings": complete(settings, ranks)},
-             num_ranks=ranks, limit_s=limit_s)
+             num_ranks=ranks, limit_s=60.0)
         for ranks, configs in ((1, RESUMED), (2, TWO_RANKS))
         for name, settings in configs.items()
     ]  # fmt: skip
-    return Section("resume", 400 if is_simulated else 60, cases)
+    return Section("resume", 60, cases)
 
 
 def resume(context: Context, settings: dict[str, Any], port: int | None = None) -> dict[str, Any]:

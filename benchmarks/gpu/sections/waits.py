@@ -33,7 +33,7 @@ def waits_section(is_simulated: bool) -> Section:
              limit_s=90, why_skipped=why if settings.get("torch_compile") else "")
         for name, settings in TRAININGS.items()
     ]  # fmt: skip
-    return Section("waits", 200 if is_simulated else 50, cases)
+    return Section("waits", 50, cases)
 
 
 def train_without_waits(context: Context, settings: dict[str, Any]) -> dict[str, Any]:

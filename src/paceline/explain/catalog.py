@@ -79,7 +79,9 @@ TOPICS = {
         (1, 1, 1),
     ),
     "zero": Topic(
-        "zero:ZeROTopic", "which rank stores which shard of the training state, for each ZeRO stage"
+        "zero:ZeROTopic",
+        "which rank stores which shard of the training state, for each ZeRO stage",
+        (4, 2, MAX_RANKS),
     ),
     "tensor": Topic("tensor:TensorTopic", "column- and row-parallel layers, and their all-reduces"),
     "context": Topic(

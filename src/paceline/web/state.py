@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi import Path as PathParameter
 
-from paceline.web.files import shown
+from paceline.web.files import JSONObject, shown
 from paceline.web.folders import Folders
 from paceline.web.jobs.chat import ChatModel
 from paceline.web.jobs.commands import CommandRunner
@@ -24,10 +24,13 @@ RunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{12}$")]
 
 @dataclass(frozen=True)
 class Explanation:
-    """A recording of `paceline explain`: the algorithm, empty if the topic has none, and the
-    page."""
+    """A recording of `paceline explain`.
 
-    algorithm: str
+    Args:
+        variant: the algorithm, empty if the topic has none, and the number of ranks.
+    """
+
+    variant: JSONObject
     page: bytes
 
 

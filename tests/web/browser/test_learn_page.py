@@ -36,10 +36,12 @@ def test_recording_plays_step_by_step(browser: Browser, server: Server, width: i
         page.get_by_label("Algorithm").select_option("tree")
         command = page.locator(".learn .command")
         expect(command).to_contain_text("paceline explain all-reduce --algorithm tree")
+        page.get_by_label("Ranks").fill("3")
+        expect(command).to_contain_text("paceline explain all-reduce --algorithm tree --ranks 3")
         page.get_by_role("button", name="Record").click()
         player = page.frame_locator(".learn-player iframe")
         expect(player.get_by_role("heading", level=1)).to_have_text(
-            "All-reduce by tree, 4 ranks", timeout=120_000
+            "All-reduce by tree, 3 ranks", timeout=120_000
         )
         place = player.locator("#place")
         expect(place).to_have_text("0 of 4")
@@ -58,4 +60,5 @@ def test_recording_plays_step_by_step(browser: Browser, server: Server, width: i
         expect(page.get_by_label("Algorithm")).to_have_count(0)
         page.evaluate("location.hash = '#/learn/all-reduce'")
         expect(page.get_by_label("Algorithm")).to_have_value("tree")
-        expect(player.get_by_role("heading", level=1)).to_have_text("All-reduce by tree, 4 ranks")
+        expect(page.get_by_label("Ranks")).to_have_value("3")
+        expect(player.get_by_role("heading", level=1)).to_have_text("All-reduce by tree, 3 ranks")

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from paceline.core.errors import unknown_name
@@ -19,26 +19,29 @@ _TIMEOUT_S = 300.0
 
 
 class Variant(BaseModel):
-    """What to record: the default algorithm of the topic if ``algorithm`` is empty."""
+    """What to record: by default with the topic's first algorithm and usual number of ranks."""
 
     algorithm: str = ""
+    ranks: int | None = Field(None, ge=1)
 
 
 @router.get("/api/topics")
 def topics(panel: Panel) -> JSONObject:
-    """Return the topics in reading order, each with the names of its algorithms. ``recorded``: the
-    algorithm that this server has recorded last, empty if the topic has none; null: nothing yet."""
+    """Return the topics in reading order, each with its algorithms and numbers of ranks.
+    ``recorded``: the algorithm that this server has recorded last, empty if the topic has none, and
+    the number of ranks; null: nothing yet."""
+    return {"topics": [_topic(panel, name, topic) for name, topic in TOPICS.items()]}
+
+
+def _topic(panel: Panel, name: str, topic: Topic) -> JSONObject:
+    default, lowest, highest = topic.ranks
+    explanation = panel.explanations.get(name)
+    recorded = None if explanation is None else explanation.variant
     return {
-        "topics": [
-            {
-                "name": name,
-                "algorithms": list(topic.algorithms),
-                "recorded": panel.explanations[name].algorithm
-                if name in panel.explanations
-                else None,
-            }
-            for name, topic in TOPICS.items()
-        ]
+        "name": name,
+        "algorithms": list(topic.algorithms),
+        "ranks": {"default": default, "min": lowest, "max": highest, "step": topic.multiple_of},
+        "recorded": recorded,
     }
 
 
@@ -50,11 +53,15 @@ async def record(panel: Panel, name: str, body: Variant) -> JSONObject:
     if algorithm and algorithm not in topic.algorithms:
         raise unknown_name(f"{name} algorithm", algorithm, topic.algorithms)
     variant = [f"--algorithm={algorithm}"] if algorithm else []
+    ranks = topic.ranks[0] if body.ranks is None else body.ranks
+    if topic.ranks[1] < topic.ranks[2]:
+        variant.append(f"--ranks={ranks}")
     with tempfile.TemporaryDirectory(prefix="paceline-panel-") as folder:
         page = Path(folder) / "page.html"
         args = ["explain", name, *variant, f"--output={page}"]
         result = await panel.commands.run("explain", args, timeout_s=_TIMEOUT_S)
-        recorded = algorithm or next(iter(topic.algorithms), "")
+        algorithm = algorithm or next(iter(topic.algorithms), "")
+        recorded: JSONObject = {"algorithm": algorithm, "ranks": ranks}
         panel.explanations[name] = Explanation(recorded, page.read_bytes())
     return {"title": result["title"], "checks": result["checks"]}
 

@@ -46,14 +46,22 @@ export async function show(root, params, ctx) {
 }
 
 /** Return the card of a topic: its summary, the button that records it, and the player. */
-function topicCard({ name, algorithms, recorded }, ctx, state) {
+function topicCard({ name, algorithms, ranks, recorded }, ctx, state) {
   const variant = h(
     "select",
     { id: "learn-variant" },
     algorithms.map((algorithm) =>
-      h("option", { value: algorithm, selected: algorithm === recorded }, algorithm),
+      h("option", { value: algorithm, selected: algorithm === recorded?.algorithm }, algorithm),
     ),
   );
+  const count = h("input", {
+    type: "number",
+    id: "learn-ranks",
+    min: ranks.min,
+    max: ranks.max,
+    step: ranks.step,
+    value: recorded?.ranks ?? ranks.default,
+  });
   const button = h("button", { type: "button", class: "primary" }, t("learn.record"));
   const place = h("div", { class: "learn-player", "aria-live": "polite" });
   const play = () => {
@@ -68,10 +76,14 @@ function topicCard({ name, algorithms, recorded }, ctx, state) {
     );
   };
   button.addEventListener("click", async () => {
+    if (!count.reportValidity()) return;
     button.disabled = true;
     put(place, h("p", { role: "status" }, t("learn.recording")));
     try {
-      await post(`api/topics/${name}/record`, { algorithm: variant.value });
+      await post(`api/topics/${name}/record`, {
+        algorithm: variant.value,
+        ranks: Number(count.value) || ranks.default,
+      });
       if (state.ended) return;
       play();
       announce(t("learn.recorded"));
@@ -85,9 +97,12 @@ function topicCard({ name, algorithms, recorded }, ctx, state) {
   const showCommand = () => {
     const isDefault = !algorithms.length || variant.value === algorithms[0];
     const option = isDefault ? "" : ` --algorithm ${variant.value}`;
-    put(inTerminal, command(`paceline explain ${name}${option}`));
+    const isUsual = !count.value || Number(count.value) === ranks.default;
+    const number = isUsual ? "" : ` --ranks ${count.value}`;
+    put(inTerminal, command(`paceline explain ${name}${option}${number}`));
   };
   variant.addEventListener("change", showCommand);
+  count.addEventListener("input", showCommand);
   showCommand();
   if (recorded !== null) play();
   return card(
@@ -100,6 +115,7 @@ function topicCard({ name, algorithms, recorded }, ctx, state) {
       algorithms.length
         ? h("label", { for: "learn-variant" }, t("learn.variant"), " ", variant)
         : null,
+      ranks.min < ranks.max ? h("label", { for: "learn-ranks" }, t("learn.ranks"), " ", count) : null,
       ctx.hasToken() ? button : null,
     ),
     ctx.hasToken() ? null : h("p", {}, t("learn.no_token")),
