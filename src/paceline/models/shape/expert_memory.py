@@ -82,7 +82,8 @@ class ExpertRows:
     @property
     def _weighted(self) -> int:
         """Bytes of the rows times their weights, in the wider of both dtypes."""
-        weight_bytes = FLOAT32_BYTES if self.dims.float32_routing else self.low
+        is_low = self.autocasts and self.dims.autocast_routing
+        weight_bytes = FLOAT32_BYTES if self.dims.float32_routing and not is_low else self.low
         width = max(self.element_bytes, weight_bytes)
         return width * self.dims.hidden * self.dims.experts_per_token
 
