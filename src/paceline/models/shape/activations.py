@@ -111,6 +111,8 @@ class Activations:
         temporary: what a block allocates and frees in its forward or backward pass; of a mixture,
             outside of the experts.
         experts: what the backward pass of a layer of experts needs; None in a dense model.
+        dense_layers: numbers of the layers of a mixture that have no experts.
+        dense_recomputed: like ``recomputed``, of these layers.
         in_forward: what the forward pass of a block with experts allocates and frees.
         boundary: the hidden states that a block passes to the next.
         precision: precision of the trained matrices.
@@ -128,6 +130,8 @@ class Activations:
     loss: LossMemory = NO_LOSS
     temporary: float = 0.0
     experts: ExpertMoments | None = None
+    dense_layers: tuple[int, ...] = ()
+    dense_recomputed: float = 0.0
     in_forward: float = 0.0
     boundary: float = 0.0
     precision: WeightPrecision = WeightPrecision()
@@ -186,6 +190,20 @@ class Activations:
             return self.temporary + max(largest, up)
         rest = self.temporary + largest - self.experts.saved
         return max(rest, self.boundary + self.experts.peak(down, up))
+
+    def of_layer(self, number: int) -> Self:
+        """Return these activations for the backward pass of a layer."""
+        if number not in self.dense_layers:
+            return self
+        return replace(self, experts=None, recomputed=self.dense_recomputed)
+
+    @property
+    def in_repeated_experts(self) -> float:
+        """What the repeated forward pass of a layer of experts needs beyond what its block saves,
+        if backward repeats the layer before it begins with it."""
+        if self.experts is None or not self.experts.repeating:
+            return -self.recomputed
+        return self.boundary + self.experts.repeating
 
     @property
     def at_loss(self) -> int:
@@ -330,6 +348,8 @@ def language_activations(
     activations = Activations(
         blocks=tuple(map(round, layers.saved_by_layer())),
         recomputed=recomputes * layers.layer + layer_matrices(dims, config, low),
+        dense_layers=dims.dense_layers,
+        dense_recomputed=recomputes * layers.dense_layer,
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
         loss=loss_memory(dims, config, labels, low, low_weights, device_type, head_parts),
         temporary=layers.temporary(stored, tensor_ranks),
@@ -342,7 +362,8 @@ def language_activations(
     # Attention is computed before the experts have saved anything.
     scores = 0.0 if fused_attention else block.scores_in_forward(row)
     in_forward = max(rows.in_forward, scores - rows.saved)
-    experts = rows.in_backward(tokens, merged, in_forward if recomputes else None)
+    repeated = in_forward if recomputes else None
+    experts = rows.in_backward(tokens, merged, repeated, block.after_experts())
     return replace(activations, experts=experts, in_forward=in_forward * tokens)
 
 

@@ -175,6 +175,13 @@ class BlockMemory:
         chain = 3 * (FLOAT32_BYTES if self.autocasts else self.low)
         return (chain + self.low) * wide + product
 
+    def after_experts(self) -> int:
+        """Return what a layer of experts saves after them: what the experts for every token save,
+        if they are computed last, or the product with their gate."""
+        if self.dims.gated_shared:
+            return self.low * self.dims.hidden
+        return self.mlp() if self.dims.shared_feed_forward else 0
+
     def around_layer(self) -> int:
         """Return what exists while an adapter computes in addition to what it needs: the residual
         stream, or the gradient of it, and the result of a norm."""

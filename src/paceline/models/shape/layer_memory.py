@@ -46,6 +46,13 @@ class LayerMemory:
         return size * self.tokens + self.merged.saved + self.merged.shared
 
     @property
+    def dense_layer(self) -> float:
+        """Bytes that a layer of a mixture without experts saves; 0 if there is none."""
+        if not self.block.dims.dense_layers:
+            return 0.0
+        return self._per_token(self._dense) * self.tokens + self.merged.dense
+
+    @property
     def _dense(self) -> BlockMemory:
         return replace(self.block, dims=self.block.dims.dense)
 
@@ -55,10 +62,8 @@ class LayerMemory:
         inputs = self.block.stream * dims.hidden / self.token_parts * self.tokens
         layers = [self.layer] * dims.layers
         products = [_products(self.block)] * dims.layers
-        if dims.dense_layers:
-            dense = self._per_token(self._dense) * self.tokens + self.merged.dense
-            for number in dims.dense_layers:
-                layers[number], products[number] = dense, _products(self._dense)
+        for number in dims.dense_layers:
+            layers[number], products[number] = self.dense_layer, _products(self._dense)
         if setting == "none":
             return layers
         if setting == "selective":
