@@ -14,12 +14,13 @@ _UNGATED = {
 #: Model types that apply a norm to queries and keys.
 _NORMED_QUERIES = {
     "qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3", "olmoe", "flex_olmo",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 }  # fmt: skip
 #: Model types whose layers are dense before the first mixture → number of these layers, if the
 #: config does not tell.
 _FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe": 1, "glm4_moe_lite": 1}
 #: Model types that multiply the result of the experts for every token by a learned gate.
-_GATED_SHARED = {"qwen2_moe"}
+_GATED_SHARED = {"qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
 #: Model types with torch's LayerNorm; the others have root-mean-square norms.
 _LAYER_NORMS = _UNGATED - {"nemotron"} | {"stablelm"}
 #: Model types whose norms multiply by their weight in float32.
@@ -37,7 +38,8 @@ _FUSED_GATE = {"phi3", "glm"}
 #: Model types whose routers return the weights of a token's experts in the dtype of their linear
 #: layer; the others return float32.
 _LOW_ROUTING = {
-    "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "gpt_oss", "hunyuan_v1_moe",
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "flex_olmo", "gpt_oss",
+    "hunyuan_v1_moe",
 }  # fmt: skip
 #: Model types whose routers compute sigmoids of a product that autocast computes in the low
 #: precision, though its factors are cast to float32.
