@@ -266,38 +266,25 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
     kind = str(config.get("model_type", ""))
     key_heads = number("num_key_value_heads") or heads
     size = number("head_dim") or hidden // heads or 1
-    experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
     inner = number("intermediate_size", "n_inner", "ffn_dim", "inner_dim") or 4 * hidden
-    narrow = number("moe_intermediate_size") or inner
-    shared = number("shared_expert_intermediate_size") or (
-        narrow * (number("n_shared_experts", "moe_num_shared_experts") or 0)
-    )
     tied = config.get("tie_word_embeddings")
     latent = _latent_attention(config, heads)
     queries = heads * size
     if latent is not None:
         queries = heads * ((number("qk_nope_head_dim") or 0) + latent.rotated)
-    return LanguageDims(
+    dims = LanguageDims(
         hidden=hidden,
         layers=layers,
         heads=heads,
         key_heads=key_heads,
         queries=queries,
         keys=queries if latent is not None else key_heads * size,
-        feed_forward=narrow if experts > 1 else inner,
+        feed_forward=inner,
         vocabulary=vocabulary,
         gated=kind not in _UNGATED,
         tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
-        experts=experts,
         experts_per_token=number("num_experts_per_tok", "num_experts_per_token") or 1,
-        shared_feed_forward=shared if experts > 1 else 0,
-        gated_shared=kind in _GATED_SHARED,
-        dense_layers=_dense_layers(config, layers) if experts > 1 else (),
-        dense_feed_forward=inner if experts > 1 else 0,
         latent=latent,
-        float32_routing=kind not in _LOW_ROUTING,
-        autocast_routing=kind in _AUTOCAST_ROUTING,
-        clamped_gate=kind in _CLAMPED_GATE,
         positions=(
             (number("n_positions", "max_position_embeddings") or 0)
             if kind in ("gpt2", "opt")
@@ -317,6 +304,29 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
         has_sinks=kind in _SINKS,
         softcaps_scores=bool(config.get("attn_logit_softcapping")),
         softcaps_logits=bool(config.get("final_logit_softcapping")),
+    )
+    experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
+    return _with_experts(dims, config, kind, experts) if experts > 1 else dims
+
+
+def _with_experts(dims: LanguageDims, config: JsonObject, kind: str, experts: int) -> LanguageDims:
+    """Return the widths of a mixture from the widths of its layers without experts."""
+    number = partial(first_number, config)
+    narrow = number("moe_intermediate_size") or dims.feed_forward
+    shared = number("shared_expert_intermediate_size") or (
+        narrow * (number("n_shared_experts", "moe_num_shared_experts") or 0)
+    )
+    return replace(
+        dims,
+        feed_forward=narrow,
+        experts=experts,
+        shared_feed_forward=shared,
+        gated_shared=kind in _GATED_SHARED,
+        dense_layers=_dense_layers(config, dims.layers),
+        dense_feed_forward=dims.feed_forward,
+        float32_routing=kind not in _LOW_ROUTING,
+        autocast_routing=kind in _AUTOCAST_ROUTING,
+        clamped_gate=kind in _CLAMPED_GATE,
     )
 
 
