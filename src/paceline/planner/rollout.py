@@ -65,7 +65,7 @@ class _GroupWork:
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
         """Return the bytes of the keys and values of all layers."""
-        return 2 * rows * tokens * self.dims.layers * self.dims.keys * self.item_bytes
+        return rows * tokens * self.dims.layers * self.dims.cached * self.item_bytes
 
     @property
     def peak_bytes(self) -> int:

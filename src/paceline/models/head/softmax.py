@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.models.shape.activations import FLOAT_LOGITS_BYTES
+from paceline.models.shape.loss_memory import FLOAT_LOGITS_BYTES
 
 #: Target of a token without loss.
 IGNORED = -100

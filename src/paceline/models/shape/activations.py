@@ -8,28 +8,18 @@ attention stores no scores (their section 5; Dao et al., "FlashAttention", 2022,
 compute in float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021).
 """
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Self
 
 from paceline.config.schema import Config
-from paceline.models.shape.adapter_memory import (
-    NO_EXPERTS,
-    MergedExperts,
-    adapter_bytes,
-    adapter_temporary,
-    layer_matrices,
-)
-from paceline.models.shape.block_memory import FLOAT32_BYTES, BlockMemory, block_sizes
+from paceline.models.shape.adapter_memory import NO_EXPERTS, MergedExperts, layer_matrices
+from paceline.models.shape.block_memory import FLOAT32_BYTES, BlockMemory
 from paceline.models.shape.dims import LanguageDims
 from paceline.models.shape.expert_memory import ExpertMoments, ExpertRows
-from paceline.models.shape.loss_chunks import choose_loss_chunks
+from paceline.models.shape.layer_memory import LayerMemory
+from paceline.models.shape.loss_memory import NO_LOSS, LossMemory, loss_memory
 from paceline.models.shape.record import ModelShape, modules_around
-
-#: On a CPU, the loss in chunks converts logits in 16 bit to float32 a few rows at a time, of this
-#: size in bytes. No value depends on it.
-FLOAT_LOGITS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -109,37 +99,6 @@ class WeightPrecision:
 
 
 @dataclass(frozen=True)
-class LossMemory:
-    """Bytes that the loss and the head's output need.
-
-    Args:
-        in_model: during the forward pass of the model, which computes the output of the head.
-        forward: at the end of the forward pass.
-        backward: at the start of the backward pass.
-        saved: kept in between.
-        output_gradient: when the backward pass of the model starts: the gradient of the logits. If
-            the loss is computed in chunks: the gradients that it has computed.
-        input_gradient: bytes of the gradient of the head's input.
-        in_chunks: whether the loss is computed for some of the tokens at a time, by the head.
-    """
-
-    in_model: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    saved: float = 0.0
-    output_gradient: float = 0.0
-    input_gradient: float = 0.0
-    in_chunks: bool = False
-
-    @property
-    def peak(self) -> float:
-        return max(self.forward, self.backward)
-
-
-NO_LOSS = LossMemory()
-
-
-@dataclass(frozen=True)
 class Activations:
     """Activation memory in bytes for one micro-batch.
 
@@ -152,6 +111,8 @@ class Activations:
         temporary: what a block allocates and frees in its forward or backward pass; of a mixture,
             outside of the experts.
         experts: what the backward pass of a layer of experts needs; None in a dense model.
+        dense_layers: numbers of the layers of a mixture that have no experts.
+        dense_recomputed: like ``recomputed``, of these layers.
         in_forward: what the forward pass of a block with experts allocates and frees.
         boundary: the hidden states that a block passes to the next.
         precision: precision of the trained matrices.
@@ -169,6 +130,8 @@ class Activations:
     loss: LossMemory = NO_LOSS
     temporary: float = 0.0
     experts: ExpertMoments | None = None
+    dense_layers: tuple[int, ...] = ()
+    dense_recomputed: float = 0.0
     in_forward: float = 0.0
     boundary: float = 0.0
     precision: WeightPrecision = WeightPrecision()
@@ -227,6 +190,20 @@ class Activations:
             return self.temporary + max(largest, up)
         rest = self.temporary + largest - self.experts.saved
         return max(rest, self.boundary + self.experts.peak(down, up))
+
+    def of_layer(self, number: int) -> Self:
+        """Return these activations for the backward pass of a layer."""
+        if number not in self.dense_layers:
+            return self
+        return replace(self, experts=None, recomputed=self.dense_recomputed)
+
+    @property
+    def in_repeated_experts(self) -> float:
+        """What the repeated forward pass of a layer of experts needs beyond what its block saves,
+        if backward repeats the layer before it begins with it."""
+        if self.experts is None or not self.experts.repeating:
+            return -self.recomputed
+        return self.boundary + self.experts.repeating
 
     @property
     def at_loss(self) -> int:
@@ -352,30 +329,30 @@ def language_activations(
     low = 2 if args.mixed_dtype or is_pure else FLOAT32_BYTES
     low_weights = is_pure or (low_weights and low != FLOAT32_BYTES)
     stored, copied = (low, 0) if low_weights or low == FLOAT32_BYTES else (FLOAT32_BYTES, low)
-    frozen = config.lora.enable
-    block = _block_memory(dims, config, low, low_weights, mask_bytes, tensor_ranks)
-    attention = block.attention(joined) if fused_attention else block.eager_attention(row)
-    layer = block.norms() / token_parts + block.inputs() + attention + block.mlp()
-    temporary = block.gradients(0.0 if fused_attention else row)
-    if frozen:
-        # A split layer multiplies its input by its part of a mask in the dtype of the adapter.
-        row_mask_bytes = mask_bytes if tensor_ranks == 1 else stored
-        layer += adapter_bytes(dims, config, low, mask_bytes, row_mask_bytes)
-        in_adapter = adapter_temporary(dims, config, low, stored, tensor_ranks)
-        temporary = max(temporary, in_adapter + block.around_layer())
     merged = merged.split(tensor_ranks * expert_ranks)
+    block = _block_memory(dims, config, low, low_weights, mask_bytes, tensor_ranks)
     rows = _expert_rows(block, merged, expert_ranks) if dims.experts > 1 else None
-    layer += 0.0 if rows is None else rows.saved
+    layers = LayerMemory(
+        block,
+        rows,
+        merged,
+        tokens,
+        row=None if fused_attention else row,
+        joined=joined,
+        token_parts=token_parts,
+        # A split layer multiplies its input by its part of a mask in the dtype of the adapter.
+        row_mask_bytes=mask_bytes if tensor_ranks == 1 else stored,
+    )
     recomputes = args.recomputation != "none"
-    inputs = block.stream * dims.hidden / token_parts
-    sizes = block_sizes(dims, config, layer + merged.saved / tokens, inputs, low)
-    head_input = 0 if frozen else low * dims.hidden * labels
+    head_input = 0 if config.lora.enable else low * dims.hidden * labels
     activations = Activations(
-        blocks=tuple(round(size * tokens) for size in sizes),
-        recomputed=recomputes * (layer * tokens + merged.saved) + layer_matrices(dims, config, low),
+        blocks=tuple(map(round, layers.saved_by_layer())),
+        recomputed=recomputes * layers.layer + layer_matrices(dims, config, low),
+        dense_layers=dims.dense_layers,
+        dense_recomputed=recomputes * layers.dense_layer,
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
-        loss=_loss(dims, config, labels, low, low_weights, device_type, head_parts),
-        temporary=temporary * tokens,
+        loss=loss_memory(dims, config, labels, low, low_weights, device_type, head_parts),
+        temporary=layers.temporary(stored, tensor_ranks),
         boundary=block.stream * dims.hidden * tokens,
         precision=WeightPrecision(stored, copied, args.recomputed_share(dims.layers)),
         offloads=config.parallel.offloads_activations,
@@ -385,7 +362,8 @@ def language_activations(
     # Attention is computed before the experts have saved anything.
     scores = 0.0 if fused_attention else block.scores_in_forward(row)
     in_forward = max(rows.in_forward, scores - rows.saved)
-    experts = rows.in_backward(tokens, merged, in_forward if recomputes else None)
+    repeated = in_forward if recomputes else None
+    experts = rows.in_backward(tokens, merged, repeated, block.after_experts())
     return replace(activations, experts=experts, in_forward=in_forward * tokens)
 
 
@@ -418,63 +396,4 @@ def _expert_rows(block: BlockMemory, merged: MergedExperts, expert_ranks: int) -
         are_trained=not block.frozen or merged.saved > 0,
         are_exchanged=expert_ranks > 1,
         autocasts=block.autocasts,
-    )
-
-
-def _loss(
-    dims: LanguageDims,
-    config: Config,
-    labels: float,
-    low: int,
-    low_weights: bool,
-    device_type: str,
-    head_parts: int,
-) -> LossMemory:
-    """Return the memory of the loss and of the head's output.
-
-    Args:
-        head_parts: number of ranks that split the head.
-    """
-    frozen, width = config.lora.enable, dims.vocabulary
-    output = low if low != FLOAT32_BYTES else 0  # before it is cast to float32
-    input_gradient = FLOAT32_BYTES * dims.hidden * labels
-    chunks = choose_loss_chunks(config.train_args, width, device_type)
-    if head_parts > 1:  # always computed in chunks
-        chunks = chunks._replace(tokens=chunks.tokens or math.ceil(labels))
-        width = math.ceil(width / head_parts)
-    elif not chunks.divides(labels):
-        logits = low * width * labels
-        capped = logits if dims.softcaps_logits else 0
-        saved = FLOAT32_BYTES * width * labels  # log-probabilities
-        forward = 2 * saved + output * width * labels
-        return LossMemory(
-            in_model=logits + capped,
-            forward=forward + capped,
-            backward=3 * saved + capped,
-            saved=saved + capped,
-            output_gradient=logits,
-            input_gradient=input_gradient,
-        )
-    # Gradients in float32, which the loss has already computed.
-    saved = FLOAT32_BYTES * dims.hidden * (labels + (0 if frozen else width))
-    logits = width * min(labels, chunks.tokens)
-    in_float32 = FLOAT32_BYTES * logits
-    if device_type == "cpu":
-        if output and head_parts == 1:
-            in_float32 = min(in_float32, FLOAT_LOGITS_BYTES)
-        # A soft cap computes the quotient and its tanh.
-        in_float32 *= 3 if dims.softcaps_logits else 1
-    elif dims.softcaps_logits:  # in place, and its slope
-        in_float32 *= 2
-    # Backward casts gradients to the dtype of the weights.
-    cast = low * dims.hidden * width if low_weights and not frozen else 0
-    forward = saved + output * logits + in_float32
-    return LossMemory(
-        in_model=forward,
-        forward=forward,
-        backward=saved + cast,
-        saved=saved,
-        output_gradient=saved,
-        input_gradient=input_gradient,
-        in_chunks=True,
     )

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
-from paceline.models.shape.adapter_memory import adapted_layers
-from paceline.models.shape.dims import LanguageDims
+from paceline.models.shape.dims import LanguageDims, LatentAttention
 
 FLOAT32_BYTES = 4
+#: Kernels for packed rows take heads whose size is a multiple of this.
+HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,43 @@ class BlockMemory:
         copies = 1 if dims.norms == 1 else 2
         casts = self.autocasts and (self.stream != self.low or dims.layer_norms)
         if casts and not self.is_split:
-            copies = 1 if dims.fused_qkv else 3
+            copies = 1 if dims.fused_qkv else 3 if dims.latent is None else 2
             if dims.experts > 1:
                 copies += 3 if dims.shared_feed_forward else 1  # of the router, and shared experts
+                copies += 1 if dims.gated_shared else 0
             else:
                 copies += 2 if dims.gated and not dims.fused_gate else 1
         return self.low * dims.hidden * copies
+
+    def merged_inputs(self) -> int:
+        """Return the inputs of linear layers whose adapters are merged with their weights."""
+        dims = self.dims
+        wide = dims.shared_feed_forward if dims.experts > 1 else dims.feed_forward
+        return self.low * (dims.hidden + wide) if wide else 0
+
+    def _latent(self, latent: LatentAttention) -> int:
+        """Return what the norms of narrow vectors save, and the inputs of the layers after them."""
+        widths = latent.query_rank, latent.key_rank
+        inputs = 0 if self.frozen else self.low * sum(widths)
+        return sum(self.norm(width, self.low) for width in widths if width) + inputs
+
+    def _latent_attention(self, latent: LatentAttention, pads: bool) -> int:
+        """Return the queries, keys, values, and the result of multi-head latent attention.
+
+        Args:
+            pads: whether values are padded to the width of keys. Otherwise they are a view of the
+                result of the layer that also computes the unrotated part of keys.
+        """
+        dims = self.dims
+        unrotated = dims.queries - dims.heads * latent.rotated
+        if not pads:
+            return self.low * (2 * dims.queries + unrotated + 2 * latent.values)
+        size = max(dims.queries, latent.values) // dims.heads
+        size += -size % HEAD_MULTIPLE
+        padded = dims.heads * size
+        # The output projection reads a copy without the padding.
+        copy = latent.values if padded != latent.values and not self.frozen else 0
+        return self.low * (4 * padded + copy)
 
     def _query_norms(self) -> int:
         width = self.dims.queries + self.dims.keys
@@ -86,10 +118,15 @@ class BlockMemory:
     def attention(self, joined: bool) -> float:
         """Return what a fused kernel saves: queries, keys, values, its result, and the sums of the
         rows in float32; and the results of the samples, if they are ``joined``."""
-        dims = self.dims
-        size = self.low * (self._states() + dims.queries) + FLOAT32_BYTES * dims.heads
-        if joined and self.config.train_args.packing is not False:
-            size += self.low * dims.queries
+        dims, packs = self.dims, self.config.train_args.packing is not False
+        size: float = FLOAT32_BYTES * dims.heads
+        if dims.latent is not None:
+            states = self._latent_attention(dims.latent, pads=packs and not joined)
+            size += self._latent(dims.latent) + states
+        else:
+            size += self.low * (self._states() + dims.queries)
+        if joined and packs:
+            size += self.low * dims.values
         return size + self._query_norms()
 
     @property
@@ -116,6 +153,9 @@ class BlockMemory:
         score = self._softmax_bytes + self._copied_bytes
         score += self.low if dims.softcaps_scores else 0
         states = self.low * dims.queries * (3 if self.frozen else 4)
+        if dims.latent is not None:
+            states = self._latent(dims.latent) + self._latent_attention(dims.latent, pads=False)
+            states -= self.low * dims.latent.values if self.frozen else 0
         return states + dims.heads * row * score + self._query_norms()
 
     def mlp(self) -> int:
@@ -125,6 +165,8 @@ class BlockMemory:
         dims = self.dims
         wide = dims.shared_feed_forward if dims.experts > 1 else dims.feed_forward
         product = 0 if self.frozen else self.low * wide
+        if dims.gated_shared and dims.experts > 1:  # the result, which the gate multiplies
+            product += self.low * dims.hidden
         if dims.gated:
             return self.low * wide * (2 if self.liger else 3) + product
         if not dims.composed_activation:
@@ -132,6 +174,13 @@ class BlockMemory:
         # NewGELUActivation: a power, which autocast computes in float32, tanh, a sum, and the half.
         chain = 3 * (FLOAT32_BYTES if self.autocasts else self.low)
         return (chain + self.low) * wide + product
+
+    def after_experts(self) -> int:
+        """Return what a layer of experts saves after them: what the experts for every token save,
+        if they are computed last, or the product with their gate."""
+        if self.dims.gated_shared:
+            return self.low * self.dims.hidden
+        return self.mlp() if self.dims.shared_feed_forward else 0
 
     def around_layer(self) -> int:
         """Return what exists while an adapter computes in addition to what it needs: the residual
@@ -156,32 +205,3 @@ class BlockMemory:
         score = 2 * self._softmax_bytes - self._copied_bytes
         scores = self.dims.heads * row * score - self.mlp()
         return self.stream * self.dims.hidden + max(inner * wide, scores)
-
-
-def block_sizes(
-    dims: LanguageDims, config: Config, layer: float, inputs: float, low: int
-) -> list[float]:
-    """Return the bytes per token that each block saves for backward.
-
-    Args:
-        layer: bytes that a block saves without activation checkpointing.
-        inputs: bytes of the input of a block, which every checkpointed block saves.
-    """
-    setting = config.train_args.recomputation
-    if setting == "none":
-        return [layer] * dims.layers
-    if setting == "selective":
-        return [inputs + _products(dims, config, low)] * dims.layers
-    every = setting if isinstance(setting, int) else 1
-    return [layer if number % every else inputs for number in range(dims.layers)]
-
-
-def _products(dims: LanguageDims, config: Config, low: int) -> float:
-    """Return the bytes per token of the results of matrix products and attention of a layer. Of
-    an adapter, the first product is stored; the second is cheap."""
-    wide = (2 if dims.gated else 1) * (  # grouped products of experts are repeated
-        dims.feed_forward if dims.experts == 1 else dims.shared_feed_forward
-    )
-    outputs = 2 * dims.queries + 2 * dims.keys + wide + 2 * dims.hidden
-    adapters = config.lora.rank * len(adapted_layers(dims, config)) if config.lora.enable else 0
-    return low * (outputs + adapters) + FLOAT32_BYTES * dims.heads

@@ -14,7 +14,13 @@ _UNGATED = {
 #: Model types that apply a norm to queries and keys.
 _NORMED_QUERIES = {
     "qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3", "olmoe", "flex_olmo",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 }  # fmt: skip
+#: Model types whose layers are dense before the first mixture → number of these layers, if the
+#: config does not tell.
+_FIRST_DENSE = {"deepseek_v3": 3, "glm4_moe": 1, "glm4_moe_lite": 1}
+#: Model types that multiply the result of the experts for every token by a learned gate.
+_GATED_SHARED = {"qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
 #: Model types with torch's LayerNorm; the others have root-mean-square norms.
 _LAYER_NORMS = _UNGATED - {"nemotron"} | {"stablelm"}
 #: Model types whose norms multiply by their weight in float32.
@@ -32,7 +38,13 @@ _FUSED_GATE = {"phi3", "glm"}
 #: Model types whose routers return the weights of a token's experts in the dtype of their linear
 #: layer; the others return float32.
 _LOW_ROUTING = {
-    "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "gpt_oss", "hunyuan_v1_moe",
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "flex_olmo", "gpt_oss",
+    "hunyuan_v1_moe",
+}  # fmt: skip
+#: Model types whose routers compute sigmoids of a product that autocast computes in the low
+#: precision, though its factors are cast to float32.
+_AUTOCAST_ROUTING = {
+    "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
 }  # fmt: skip
 #: Model types whose experts have biases, and clamp the gate and the up projection.
 _CLAMPED_GATE = {"gpt_oss"}
@@ -41,6 +53,39 @@ _CLAMPED_GATE = {"gpt_oss"}
 _SINKS = {"gpt_oss"}
 #: Activation functions that transformers computes in several operations.
 _COMPOSED = ("gelu_new", "gelu_fast", "gelu_accurate")
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Widths of multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, and keys
+    with values, are computed from narrow vectors, and only a part of a head is rotated.
+
+    Args:
+        query_rank: width of the vector from which queries are computed; 0 if they are computed from
+            the hidden states.
+        key_rank: width of the vector from which keys and values are computed.
+        rotated: width of the rotated part of a key, which all heads share.
+        values: width of the values of all heads.
+    """
+
+    query_rank: int
+    key_rank: int
+    rotated: int
+    values: int
+
+    def linears(self, hidden: int, queries: int, heads: int) -> dict[str, tuple[int, int]]:
+        """Return the input and output width of each linear layer of attention."""
+        unrotated = queries - heads * self.rotated
+        into = (
+            {"q_a_proj": (hidden, self.query_rank), "q_b_proj": (self.query_rank, queries)}
+            if self.query_rank
+            else {"q_proj": (hidden, queries)}
+        )
+        return into | {
+            "kv_a_proj_with_mqa": (hidden, self.key_rank + self.rotated),
+            "kv_b_proj": (self.key_rank, unrotated + self.values),
+            "o_proj": (self.values, hidden),
+        }
 
 
 @dataclass(frozen=True)
@@ -54,7 +99,12 @@ class LanguageDims:
         experts, experts_per_token: number of experts, and of those that process a token; 1 and 1 in
             a dense model.
         shared_feed_forward: inner width of the experts that process every token, or 0.
+        gated_shared: whether their result is multiplied by a learned gate.
+        dense_layers: numbers of the layers of a mixture that have no experts.
+        dense_feed_forward: inner width of the MLP of these layers.
+        latent: widths of multi-head latent attention, if the model has it.
         float32_routing: whether the weights of a token's experts are in float32.
+        autocast_routing: whether autocast computes them in the low precision nevertheless.
         clamped_gate: whether experts have biases, and clamp the gate and the up projection.
         gated: whether the MLP has a gate in addition to its up projection.
         tied: whether the output head shares its weight with the token embedding.
@@ -85,7 +135,12 @@ class LanguageDims:
     experts: int = 1
     experts_per_token: int = 1
     shared_feed_forward: int = 0
+    gated_shared: bool = False
+    dense_layers: tuple[int, ...] = ()
+    dense_feed_forward: int = 0
+    latent: LatentAttention | None = None
     float32_routing: bool = True
+    autocast_routing: bool = False
     clamped_gate: bool = False
     positions: int = 0
     normed_queries: bool = False
@@ -103,19 +158,44 @@ class LanguageDims:
     @property
     def attention_weights(self) -> int:
         """Number of parameters of the attention projections of one layer, without biases."""
+        if self.latent is not None:
+            layers = self.latent.linears(self.hidden, self.queries, self.heads)
+            return sum(width * output for width, output in layers.values())
         return 2 * self.hidden * (self.queries + self.keys)
+
+    @property
+    def values(self) -> int:
+        """Width of the values of all query heads."""
+        return self.queries if self.latent is None else self.latent.values
+
+    @property
+    def cached(self) -> int:
+        """Number of elements per token that the cache of a layer has while text is generated."""
+        if self.latent is None:
+            return 2 * self.keys
+        return self.latent.key_rank + self.latent.rotated
 
     @property
     def expert_weights(self) -> int:
         """Number of parameters of one MLP (or one expert), without biases."""
         return (3 if self.gated else 2) * self.hidden * self.feed_forward
 
+    @property
+    def weights_per_token(self) -> int:
+        """Number of parameters of all layers that multiply a token, without biases and routers."""
+        mixtures = self.layers - len(self.dense_layers)
+        wide = self.feed_forward * self.experts_per_token + self.shared_feed_forward
+        wide = mixtures * wide + len(self.dense_layers) * self.dense_feed_forward
+        return self.layers * self.attention_weights + (3 if self.gated else 2) * self.hidden * wide
+
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return the input and output width of each linear layer of a block."""
         wide = self.feed_forward
         into: dict[str, tuple[int, int]] = {}
-        if self.fused_qkv:
+        if self.latent is not None:
+            into |= self.latent.linears(self.hidden, self.queries, self.heads)
+        elif self.fused_qkv:
             into["qkv_proj"] = self.hidden, self.queries + 2 * self.keys
         else:
             into["q_proj"] = self.hidden, self.queries
@@ -126,10 +206,19 @@ class LanguageDims:
             into["up_proj"] = self.hidden, wide
             if self.gated:
                 into["gate_proj"] = self.hidden, wide
-        return into | {
-            "o_proj": (self.queries, self.hidden),
-            "down_proj": (wide * self.experts_per_token, self.hidden),
-        }
+        into.setdefault("o_proj", (self.queries, self.hidden))
+        return into | {"down_proj": (wide * self.experts_per_token, self.hidden)}
+
+    @property
+    def dense(self) -> Self:
+        """Return the widths of the layers without experts."""
+        return replace(
+            self,
+            feed_forward=self.dense_feed_forward,
+            experts=1,
+            experts_per_token=1,
+            shared_feed_forward=0,
+        )
 
     def split(self, ranks: int) -> Self:
         """Return the widths of the layers on one of ``ranks`` tensor-parallel ranks: each computes
@@ -142,12 +231,19 @@ class LanguageDims:
             keys=self.keys // ranks,
             feed_forward=self.feed_forward // ranks,
             shared_feed_forward=self.shared_feed_forward // ranks,
+            dense_feed_forward=self.dense_feed_forward // ranks,
+            latent=self.latent and replace(self.latent, values=self.latent.values // ranks),
         )
 
     @property
     def parameters_at_most(self) -> int:
         """Upper bound on the number of parameters, including biases and norms."""
         layer = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
+        layer += (
+            (3 if self.gated else 2)
+            * self.hidden
+            * (self.shared_feed_forward + self.dense_feed_forward)
+        )
         small = (
             8 * self.hidden
             + 4 * self.queries
@@ -170,35 +266,32 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
     kind = str(config.get("model_type", ""))
     key_heads = number("num_key_value_heads") or heads
     size = number("head_dim") or hidden // heads or 1
-    experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
     inner = number("intermediate_size", "n_inner", "ffn_dim", "inner_dim") or 4 * hidden
-    narrow = number("moe_intermediate_size") or inner
-    shared = number("shared_expert_intermediate_size") or (
-        narrow * (number("n_shared_experts", "moe_num_shared_experts") or 0)
-    )
     tied = config.get("tie_word_embeddings")
-    return LanguageDims(
+    latent = _latent_attention(config, heads)
+    queries = heads * size
+    if latent is not None:
+        queries = heads * ((number("qk_nope_head_dim") or 0) + latent.rotated)
+    dims = LanguageDims(
         hidden=hidden,
         layers=layers,
         heads=heads,
         key_heads=key_heads,
-        queries=heads * size,
-        keys=key_heads * size,
-        feed_forward=narrow if experts > 1 else inner,
+        queries=queries,
+        keys=queries if latent is not None else key_heads * size,
+        feed_forward=inner,
         vocabulary=vocabulary,
         gated=kind not in _UNGATED,
         tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
-        experts=experts,
         experts_per_token=number("num_experts_per_tok", "num_experts_per_token") or 1,
-        shared_feed_forward=shared if experts > 1 else 0,
-        float32_routing=kind not in _LOW_ROUTING,
-        clamped_gate=kind in _CLAMPED_GATE,
+        latent=latent,
         positions=(
             (number("n_positions", "max_position_embeddings") or 0)
             if kind in ("gpt2", "opt")
             else 0
         ),
-        normed_queries=kind in _NORMED_QUERIES,
+        normed_queries=kind in _NORMED_QUERIES
+        or (kind == "glm4_moe" and config.get("use_qk_norm") is True),
         norms=_NORMS.get(kind, 2),
         layer_norms=kind in _LAYER_NORMS,
         float32_norms=kind in _FLOAT32_NORMS,
@@ -211,4 +304,54 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
         has_sinks=kind in _SINKS,
         softcaps_scores=bool(config.get("attn_logit_softcapping")),
         softcaps_logits=bool(config.get("final_logit_softcapping")),
+    )
+    experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
+    return _with_experts(dims, config, kind, experts) if experts > 1 else dims
+
+
+def _with_experts(dims: LanguageDims, config: JsonObject, kind: str, experts: int) -> LanguageDims:
+    """Return the widths of a mixture from the widths of its layers without experts."""
+    number = partial(first_number, config)
+    narrow = number("moe_intermediate_size") or dims.feed_forward
+    shared = number("shared_expert_intermediate_size") or (
+        narrow * (number("n_shared_experts", "moe_num_shared_experts") or 0)
+    )
+    return replace(
+        dims,
+        feed_forward=narrow,
+        experts=experts,
+        shared_feed_forward=shared,
+        gated_shared=kind in _GATED_SHARED,
+        dense_layers=_dense_layers(config, dims.layers),
+        dense_feed_forward=dims.feed_forward,
+        float32_routing=kind not in _LOW_ROUTING,
+        autocast_routing=kind in _AUTOCAST_ROUTING,
+        clamped_gate=kind in _CLAMPED_GATE,
+    )
+
+
+def _latent_attention(config: JsonObject, heads: int) -> LatentAttention | None:
+    number = partial(first_number, config)
+    key_rank, values = number("kv_lora_rank"), number("v_head_dim")
+    if not key_rank or not values:
+        return None
+    rotated = number("qk_rope_head_dim") or 0
+    return LatentAttention(number("q_lora_rank") or 0, key_rank, rotated, heads * values)
+
+
+def _dense_layers(config: JsonObject, layers: int) -> tuple[int, ...]:
+    """Return the numbers of the layers of a mixture that have no experts."""
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return tuple(number for number, kind in enumerate(kinds[:layers]) if kind == "dense")
+    first = config.get("first_k_dense_replace")
+    if not isinstance(first, int):
+        first = _FIRST_DENSE.get(str(config.get("model_type", "")), 0)
+    named = config.get("mlp_only_layers")
+    only = named if isinstance(named, list) else []
+    step = first_number(config, "decoder_sparse_step") or 1
+    return tuple(
+        number
+        for number in range(layers)
+        if number < first or number in only or (number + 1) % step
     )

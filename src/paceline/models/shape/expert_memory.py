@@ -30,6 +30,8 @@ class ExpertMoments:
         down: when the gradients of the second product are computed.
         gate: when the gradients of the gate and of the up projection are computed.
         up: when the gradients of the first product are computed.
+        repeating: when backward repeats the forward pass of the layer before it begins with it; 0
+            if it does not.
     """
 
     saved: float
@@ -37,6 +39,7 @@ class ExpertMoments:
     down: float
     gate: float
     up: float
+    repeating: float = 0.0
 
     def peak(self, down_gradient: float, up_gradient: float) -> float:
         """Return the peak with the gradients of the experts' weights.
@@ -45,7 +48,8 @@ class ExpertMoments:
             down_gradient: bytes when the second product is computed.
             up_gradient: bytes when the first product is computed.
         """
-        return max(self.weighting, self.down + down_gradient, self.gate, self.up + up_gradient)
+        products = max(self.down + down_gradient, self.gate, self.up + up_gradient)
+        return max(self.weighting, products, self.repeating)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ class ExpertRows:
     @property
     def _weighted(self) -> int:
         """Bytes of the rows times their weights, in the wider of both dtypes."""
-        weight_bytes = FLOAT32_BYTES if self.dims.float32_routing else self.low
+        is_low = self.autocasts and self.dims.autocast_routing
+        weight_bytes = FLOAT32_BYTES if self.dims.float32_routing and not is_low else self.low
         width = max(self.element_bytes, weight_bytes)
         return width * self.dims.hidden * self.dims.experts_per_token
 
@@ -115,16 +120,16 @@ class ExpertRows:
         results with weight 1, the sums over one row each, which autocast computes in float32, and
         the same in the dtype of the rows. The rank of the tokens has the results in the order of
         the experts, and the weighted ones. Where experts have biases, the rank that computes the
-        rows has a bias for each.
+        rows has a bias for each. Frozen experts keep their inputs only until then.
         """
         rows = self._hidden
-        biases = rows if self.dims.clamped_gate else 0
+        beside = (rows if self.dims.clamped_gate else 0) + (0 if self.are_trained else rows)
         if not self.are_exchanged:
-            return 2 * self._weighted + biases
+            return 2 * self._weighted + beside
         in_experts = 2 * rows
         if self.autocasts and self.element_bytes < FLOAT32_BYTES:
             in_experts = 2 * rows + rows // self.element_bytes * FLOAT32_BYTES
-        return max(rows + in_experts + biases, 2 * rows + self._weighted)
+        return max(rows + in_experts + beside, 2 * rows + self._weighted)
 
     @property
     def waiting(self) -> float:
@@ -142,7 +147,7 @@ class ExpertRows:
         return self.waiting + 2 * self._weighted
 
     def in_backward(
-        self, tokens: float, merged: MergedExperts, repeated: float | None
+        self, tokens: float, merged: MergedExperts, repeated: float | None, after: float
     ) -> ExpertMoments:
         """Return what a backward pass of ``tokens`` tokens allocates.
 
@@ -150,17 +155,25 @@ class ExpertRows:
             merged: what adapters of fused experts need.
             repeated: bytes per token that the forward pass of the block allocates, if backward
                 repeats it.
+            after: bytes per token that the block saves after the experts.
         """
         first = (2 if self.dims.gated else 1) * self._inner  # the result of the first product
         inputs = self._hidden + self._inner if self.are_trained else 0
         between = self.saved - self._hidden - inputs - first
         product = self._inner if self.are_trained else 0
+        # Backward repeats the block when it needs something that the block saved: after the
+        # experts, or else the results of the experts, for which there is a gradient then.
+        weighting, repeating = self.in_weighting, 0.0
+        if repeated is not None and after:
+            repeating = (repeated - after) * tokens - merged.shared
+        elif repeated is not None:
+            weighting = max(weighting, self.waiting + repeated)
         # Each result is freed when backward has passed it, and its gradient takes its place.
         return ExpertMoments(
             saved=self.saved * tokens + merged.saved,
-            weighting=tokens
-            * max(self.in_weighting, 0.0 if repeated is None else self.waiting + repeated),
+            weighting=tokens * weighting,
             down=tokens * self._inner + merged.gradient,
             gate=tokens * (self._inner - product + first) - merged.gradient,
             up=merged.first_gradient - merged.gradient - tokens * (product + between),
+            repeating=repeating,
         )

@@ -28,20 +28,19 @@ def language_flops(
         sample_tokens: number of tokens in a sample.
         with_recomputation: whether to count the forward pass that activation checkpointing repeats.
     """
-    weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
     args = config.train_args
     again = 0.0  # selective checkpointing repeats no large matrix product
     if with_recomputation and args.recomputation != "selective":
         again = args.recomputed_share(dims.layers)
     passes = (2 if config.lora.enable else 3) + again
-    attention = 4 * dims.queries * sample_tokens / 2 * (3 + again)
+    attention = 2 * (dims.queries + dims.values) * sample_tokens / 2 * (3 + again)
     head = 2 * dims.hidden * dims.vocabulary * (2 if config.lora.enable else 3)
-    return dims.layers * tokens * (2 * weights * passes + attention) + labels * head
+    layers = 2 * dims.weights_per_token * passes + dims.layers * attention
+    return tokens * layers + labels * head
 
 
 def float8_flops(dims: LanguageDims, config: Config, tokens: float) -> float:
     """Return the FLOPs of forward and backward over ``tokens`` that `train_args.fp8` computes in
     float8, without recomputation."""
     products = {"none": 0, "rowwise_with_gw_hp": 2}.get(config.train_args.fp8, 3)
-    weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
-    return dims.layers * tokens * 2 * weights * products
+    return tokens * 2 * dims.weights_per_token * products

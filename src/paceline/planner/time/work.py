@@ -123,8 +123,12 @@ class _Product:
 def layer_products(setup: TrainingSetup) -> Iterator[_Product]:
     """Yield the matrix products of a layer on a rank."""
     dims, tensor, tokens = setup.dims, setup.tensor, setup.tokens
-    yield _Product(tokens, dims.hidden, (dims.queries + 2 * dims.keys) / tensor)
-    yield _Product(tokens, dims.queries / tensor, dims.hidden)
+    if dims.latent is not None:
+        layers = dims.latent.linears(dims.hidden, dims.queries, dims.heads)
+        yield from (_Product(tokens, width, out / tensor) for width, out in layers.values())
+    else:
+        yield _Product(tokens, dims.hidden, (dims.queries + 2 * dims.keys) / tensor)
+        yield _Product(tokens, dims.queries / tensor, dims.hidden)
     rows, count = tokens, 1.0
     if dims.experts > 1:
         count = dims.experts / setup.expert
@@ -145,7 +149,7 @@ def count_work(setup: TrainingSetup, rates: Rates) -> RankWork:
     head = _Product(tokens * setup.label_share, dims.hidden, outputs)
     head_passes = 2 if setup.is_frozen and not setup.trains_embeddings else 3
     head_scale = head_passes / setup.pipeline / rates.flops_s
-    attention = 2 * dims.queries / setup.tensor * setup.length * tokens * layers
+    attention = (dims.queries + dims.values) / setup.tensor * setup.length * tokens * layers
     attention *= 1 + _ATTENTION_BACKWARD + setup.attention_again
     links = _Links(setup, rates)
     tensor = links.tensor_exchange()

@@ -294,6 +294,7 @@ def _estimate(
         axes.shard,
         reshard_after_forward,
         ends_tied=any(not unit_of[name] for name in shape.aliases.values()),
+        gathers_experts=experts is None or experts.copies > 1,
     )
     peak = timeline.peak_bytes()
     local_gradients = 0 if on_host else gradients

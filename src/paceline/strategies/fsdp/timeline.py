@@ -40,6 +40,7 @@ class StepTimeline:
         saved: bytes that each block saves for backward.
         reshards: whether the weights of blocks and embedding are freed after forward (stage 3).
         ends_tied: whether the embedding and the head share a weight.
+        gathers_experts: whether the experts are sharded, so that they arrive in messages.
     """
 
     root: GatheredUnit
@@ -52,6 +53,7 @@ class StepTimeline:
     num_shards: int
     reshards: bool
     ends_tied: bool
+    gathers_experts: bool = True
 
     def peak_bytes(self) -> int:
         """Return the peak of activations, gathered weights, messages and gradients."""
@@ -85,7 +87,7 @@ class StepTimeline:
             # The weights of the last block are copied out.
             in_block + before.weights - (self.saved[-1] if self.saved else 0),
             # The message of the experts replaces the message of the block.
-            in_block - last.weights + 2 * self.experts[-1].weights + activations.in_forward
+            in_block - last.weights + self._arriving(-1) + activations.in_forward
             if self.experts
             else in_block + (activations.in_forward or activations.temporary),
             # The weights of the head are copied out.
@@ -128,7 +130,7 @@ class StepTimeline:
                 weights += block.weights + self._prefetched(number)
             present = shards + weights + of_head + message
             moments += self._experts(number, present, saved, message)
-            if self.experts:
+            if self.experts and self.experts[number].weights:
                 present += self.experts[number].message - message
                 shards += 0 if accumulates else self.experts[number].shards
             saved -= self.saved[number]
@@ -161,9 +163,9 @@ class StepTimeline:
             saved: what this block and the blocks before it have saved.
             message: bytes of the message among ``present``.
         """
-        block, activations = self.blocks[number], self.work.activations
+        block, activations = self.blocks[number], self.work.activations.of_layer(number)
         saved_and_repeated = saved + activations.recomputed
-        if not self.experts:
+        if not self.experts or not self.experts[number].weights:
             computing = activations.of_block(block.largest, block.smallest_fused, block.fused)
             return [present + saved_and_repeated + computing]
         experts = self.experts[number]
@@ -171,12 +173,18 @@ class StepTimeline:
         complete = present + saved - self.saved[number] + experts.gradients
         return [
             # The experts are gathered.
-            present + saved + 2 * experts.weights,
+            present + saved + self._arriving(number),
             present + saved_and_repeated + experts.weights + computing,
+            # Their message exists while backward repeats their forward pass.
+            present + saved_and_repeated + self._arriving(number) + activations.in_repeated_experts,
             # Their gradients are complete, and then in their message.
             complete + experts.weights,
             complete + experts.message - message,
         ]
+
+    def _arriving(self, number: int) -> int:
+        """Return the bytes of the experts of a block and of the message in which they arrive."""
+        return (2 if self.gathers_experts else 1) * self.experts[number].weights
 
     def _reduction(
         self, unit: GatheredUnit, present: float, is_tied: bool = False
