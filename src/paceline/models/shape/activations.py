@@ -322,8 +322,6 @@ def language_activations(
         expert_ranks: number of ranks that divide the experts.
     """
     args, dims = config.train_args, dims.split(tensor_ranks)
-    # With sequence parallelism, each rank has a part of the tokens outside the split layers.
-    token_parts = tensor_ranks if sequence_parallel else 1
     head_parts = tensor_ranks if splits_head else 1
     is_pure = args.weight_dtype == "bfloat16"
     low = 2 if args.mixed_dtype or is_pure else FLOAT32_BYTES
@@ -339,7 +337,8 @@ def language_activations(
         tokens,
         row=None if fused_attention else row,
         joined=joined,
-        token_parts=token_parts,
+        # With sequence parallelism, each rank has a part of the tokens outside the split layers.
+        token_parts=tensor_ranks if sequence_parallel else 1,
         # A split layer multiplies its input by its part of a mask in the dtype of the adapter.
         row_mask_bytes=mask_bytes if tensor_ranks == 1 else stored,
     )
