@@ -101,12 +101,12 @@ def _without_effect(config: Config) -> set[str]:
     """Return the keys about the engine that are set and that the run does not use."""
     settings = config.grpo
     is_server = settings.vllm_mode == "server"
-    unused = ("importance_sampling_mode", *_LIMITS) if not settings.corrects_probabilities else ()
+    unused = set() if settings.corrects_probabilities else {"importance_sampling_mode", *_LIMITS}
     if settings.engine_used != "vllm":
-        unused += ("vllm_mode", *_OF_SERVER, *_OF_RANK)
+        unused |= {"vllm_mode", *_OF_SERVER, *_OF_RANK}
     else:
-        unused += _OF_RANK if is_server else _OF_SERVER
-    return settings.model_fields_set & {*unused}
+        unused |= {*(_OF_RANK if is_server else _OF_SERVER)}
+    return settings.model_fields_set & unused
 
 
 def _restricts(config: Config) -> bool:

@@ -108,8 +108,8 @@ class RolloutEngine(Section):
 
     @property
     def engine_used(self) -> Engine:
-        """The engine: the one of the config, or the one that ``auto`` stands for. That is never one
-        that is untested, or whose completions differ from those of another number of ranks."""
+        """The engine of the config, or the one that ``auto`` stands for, which is tested and gives
+        the same completions on any number of ranks."""
         return "generate" if self.engine == "auto" else self.engine
 
     @property

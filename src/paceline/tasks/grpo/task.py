@@ -216,6 +216,9 @@ class GrpoTask(SequenceTask):
              "leave `evaluation.metrics` out"),
             (config.evaluation.mode == "rank0", "evaluation.mode: rank0", "all ranks generate"
              " completions", "set `evaluation.mode: distributed`"),
+            (config.task == "rloo" and settings.correction_mode("rloo").startswith("token"),
+             f"grpo.importance_sampling_mode: {settings.importance_sampling_mode}", "a completion"
+             " has one loss", "set `grpo.importance_sampling_mode: sequence_truncate`"),
             (settings.max_completion_length >= longest, "grpo.max_completion_length:"
              f" {settings.max_completion_length}", f"no token of `train_args.max_length: {longest}`"
              " would be left for the prompt", "raise `train_args.max_length`"),

@@ -41,6 +41,6 @@ def build_engine(
         from paceline.train.rollouts.engines.vllm_colocated import ColocatedVllm
 
         return ColocatedVllm(config, components, progress, limits)
-    from paceline.train.rollouts.generation import RolloutGenerator
+    from paceline.train.rollouts.engines.generation import RolloutGenerator
 
     return RolloutGenerator(components, progress, limits, picks_logits)

@@ -27,7 +27,7 @@ from paceline.train.rollouts.engines.base import (
 from paceline.train.rollouts.engines.weights import check_mergeable, named_weights
 from paceline.train.state import TrainComponents
 
-#: Seconds that vLLM may take for the completions of a rank, of which it reports no progress.
+#: Seconds that vLLM may take for the completions of a rank. It reports no progress meanwhile.
 PATIENCE_S = 3600.0
 #: Largest number of tokens of a forward pass, as in TRL: with vLLM's default, its measurement of
 #: the memory finds too little.

@@ -87,7 +87,7 @@ def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _changed_by(layer: Any) -> set[int]:
     """Return the ids of the parameters that merging the adapter of a layer changes. Several layers
-    may change those of fused experts."""
+    may change the parameters of fused experts."""
     return {id(parameter) for parameter in layer.get_base_layer().parameters(recurse=False)}
 
 
