@@ -1,18 +1,26 @@
 """The built-in rewards. Each is called as a function of the user is, with keyword arguments."""
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pydantic import JsonValue
 
-from paceline.config.schema.grpo import THINK_PATTERN, RewardEntry
+from paceline.config.schema.grpo import OF_ENVIRONMENT, THINK_PATTERN, RewardEntry
 from paceline.rewards.answers import chosen_letter, final_answer, is_same_answer, letter_of
 from paceline.rewards.group import Content, text_of
 
 Scores = list[float | None]
-BuiltinReward = Callable[..., Scores]
+BuiltinReward = Callable[..., object]
 #: The share of the time limit that the completions of a group may use together.
 _TIME_SHARE = 0.8
+
+
+class OwnReward(Protocol):
+    """An environment that computes the reward of its completion."""
+
+    def get_reward(self) -> object: ...
 
 
 def build_reward(entry: RewardEntry, max_completion_length: int, timeout_s: float) -> BuiltinReward:
@@ -25,6 +33,8 @@ def build_reward(entry: RewardEntry, max_completion_length: int, timeout_s: floa
         return FormatReward(entry.pattern or THINK_PATTERN)
     if entry.name == "soft_overlong":
         return SoftOverlong(entry.max_length or max_completion_length, entry.cache or 0)
+    if entry.name == OF_ENVIRONMENT:
+        return EnvironmentReward()
     column = entry.answer_column
     assert column is not None
     if entry.name == "math":
@@ -63,6 +73,18 @@ def choice_score(text: str, gold: str) -> float | None:
     letter."""
     letter = letter_of(gold)
     return None if letter is None else float(chosen_letter(text) == letter)
+
+
+class EnvironmentReward:
+    """What the method ``get_reward`` of each completion's environment returns."""
+
+    def __call__(self, *, environments: Sequence[OwnReward], **columns: object) -> object:
+        values = [environment.get_reward() for environment in environments]
+        return _gather(values) if any(map(inspect.isawaitable, values)) else values
+
+
+async def _gather(values: Sequence[object]) -> list[object]:
+    return [await value if inspect.isawaitable(value) else value for value in values]
 
 
 class FormatReward:

@@ -8,17 +8,19 @@ from pathlib import Path
 
 from paceline.config.packages import check_package
 from paceline.config.schema import Config
-from paceline.config.schema.grpo import RewardEntry
+from paceline.config.schema.grpo import OF_ENVIRONMENT, RewardEntry
 from paceline.core.errors import ConfigError, did_you_mean
-from paceline.core.user_code import import_user_module
+from paceline.core.user_code import import_user_module, load_environment
 from paceline.models.json_config import read_object
 
 _FORM = "./file.py:NAME or package.module:NAME"
 RewardFunction = Callable[..., object]
 #: Keyword arguments of every reward function, besides the columns of the rows.
 ARGUMENTS = ("prompts", "completions", "completion_ids", "step")
+#: Keyword argument with the environment of each completion, if there are any.
+ENVIRONMENTS = "environments"
 #: Keyword arguments of TRL that cannot be sent to another process.
-_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
 def load_function(text: str) -> RewardFunction:
@@ -58,8 +60,13 @@ def file_of(function: RewardFunction) -> str:
     return str(getattr(module, "__file__", None) or "unknown file")
 
 
-def required_columns(function: RewardFunction, text: str) -> list[str]:
+def required_columns(
+    function: RewardFunction, text: str, has_environment: bool = False
+) -> list[str]:
     """Return the columns that a function requires: its parameters without a default.
+
+    Args:
+        has_environment: whether there are environments to pass.
 
     Raises:
         ConfigError: the function cannot be called with the arguments of a reward function.
@@ -81,6 +88,8 @@ def required_columns(function: RewardFunction, text: str) -> list[str]:
             problem = f"its parameter {each.name} is positional, and arguments are passed by name"
         elif each.name in _ONLY_IN_TRL:
             problem = f"its parameter {each.name} has no default, and only TRL passes it"
+        elif each.name == ENVIRONMENTS and not has_environment:
+            problem = f"its parameter {each.name} has no default, and `grpo.environment` is not set"
     if problem is not None:
         raise ConfigError(
             "the reward function {text} cannot be called: {problem}",
@@ -90,22 +99,65 @@ def required_columns(function: RewardFunction, text: str) -> list[str]:
             text=text,
             problem=problem,
         )
-    return [each.name for each in required if each.name not in ARGUMENTS]
+    return [each.name for each in required if each.name not in (*ARGUMENTS, ENVIRONMENTS)]
 
 
 def needed_columns(config: Config) -> list[str]:
-    """Return the columns of the data that the rewards of a config require, each once.
+    """Return the columns of the data that the rewards and the environment of a config require, each
+    once.
 
     Raises:
-        ConfigError: a reward function does not exist or cannot be called.
+        ConfigError: a reward function or the environment does not exist or cannot be called.
     """
     columns: list[str] = []
+    has_environment = config.grpo.environment is not None
+    if config.grpo.environment is not None:
+        columns += reset_columns(load_environment(config.grpo.environment))
     for entry in config.rewards:
         if entry.function is not None:
-            columns += required_columns(load_function(entry.function), entry.function)
+            function = load_function(entry.function)
+            columns += required_columns(function, entry.function, has_environment)
         elif entry.answer_column is not None:
             columns.append(entry.answer_column)
     return list(dict.fromkeys(columns))
+
+
+def reset_columns(environment: type) -> list[str]:
+    """Return the columns that the method ``reset`` of an environment requires: its parameters
+    without a default."""
+    try:
+        parameters = list(inspect.signature(environment.reset).parameters.values())[1:]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return []
+    return [
+        each.name
+        for each in parameters
+        if each.default is each.empty
+        and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        and each.name != "prompt"
+    ]
+
+
+def check_environment(config: Config) -> None:
+    """Check that the environment of a config exists, and that it computes rewards if it must.
+
+    Raises:
+        ConfigError: it does not exist, or it is not an environment, or it has no rewards.
+    """
+    text = config.grpo.environment
+    if text is None:
+        return
+    found = load_environment(text)
+    has_reward = any(entry.name == OF_ENVIRONMENT for entry in config.rewards)
+    if has_reward and not callable(getattr(found, "get_reward", None)):
+        raise ConfigError(
+            "`rewards: [{name: environment}]`: the class of `grpo.environment: {text}` has no"
+            " method `get_reward`",
+            code="environment-without-reward",
+            allowed="a method `get_reward(self)` that returns a number",
+            fix="add the method, or use a reward function, which gets the `environments`",
+            text=text,
+        )
 
 
 def check_reward_sources(config: Config) -> None:
@@ -120,6 +172,7 @@ def check_reward_sources(config: Config) -> None:
             check_package("math_verify", "`rewards: [{name: math}]`", advice, extra="math")
         if entry.model is not None:
             check_reward_model(entry)
+    check_environment(config)
     needed_columns(config)
 
 

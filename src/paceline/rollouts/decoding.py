@@ -15,9 +15,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.data.text.chats.tool_calls import ChatMessage
 from paceline.models.blocks import base_model
 from paceline.models.transformers_compat import cache_argument
 from paceline.rollouts.sampling import Sampling
+
+
+@dataclass
+class Episode:
+    """What an environment has made of a completion.
+
+    Args:
+        loss_mask: whether the model has drawn a token, for each token; the others are of the
+            results of tools, and of the chat template between two turns. They carry no loss.
+        num_calls, num_failures: number of the tool calls that were executed, and of those that
+            failed.
+        messages: the turns as messages; empty if they are not known.
+        prompt_ids: token ids of the prompt, if they are not the ones of the group.
+        prompt: the messages of the prompt; empty if they are not known.
+        session: number of the environments of its group; None if they no longer exist.
+    """
+
+    loss_mask: list[bool] = field(default_factory=list)
+    num_calls: int = 0
+    num_failures: int = 0
+    messages: list[ChatMessage] = field(default_factory=list)
+    prompt_ids: list[int] | None = None
+    prompt: list[ChatMessage] = field(default_factory=list)
+    session: int | None = None
+
+    def forget(self) -> None:
+        """Forget what only rewards need."""
+        self.messages, self.prompt, self.session = [], [], None
 
 
 @dataclass
@@ -28,11 +57,23 @@ class Completion:
         ids: token ids, with the token that ends it.
         logps: log-probability of each token when it was drawn.
         is_truncated: whether it has the largest length, and no token ends it.
+        episode: what its environment has made of it; None without an environment.
     """
 
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     is_truncated: bool = True
+    episode: Episode | None = None
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """Whether each token carries loss."""
+        return [True] * len(self.ids) if self.episode is None else self.episode.loss_mask
+
+    @property
+    def drawn_logps(self) -> list[float]:
+        """The log-probabilities of the tokens that carry loss."""
+        return [logp for logp, has_loss in zip(self.logps, self.loss_mask, strict=True) if has_loss]
 
 
 @dataclass(frozen=True)
@@ -43,7 +84,6 @@ class GroupDecoder:
         model: the model in evaluation mode. It can generate alone, or with other ranks
             (``agree``).
         end_ids: token ids that end a completion.
-        max_tokens: largest number of tokens of a completion.
         picks_logits: whether the model can compute the logits of the last token only.
         tick: called after each token.
         agree: function that returns whether all ranks whose forward passes belong together are
@@ -53,7 +93,6 @@ class GroupDecoder:
     model: nn.Module
     sampling: Sampling
     end_ids: frozenset[int]
-    max_tokens: int
     picks_logits: bool
     tick: Callable[[], None]
     agree: Callable[[bool], bool] | None = None
@@ -64,10 +103,11 @@ class GroupDecoder:
         Args:
             prompt: token ids.
             uniforms: a number in [0, 1) for each token, float64 [completions, tokens], on the CPU.
+                A completion has at most as many tokens.
         """
         completions = [Completion() for _ in uniforms]
-        rows = _Rows(self, list(prompt), len(completions))
-        for position in range(self.max_tokens):
+        rows, length = _Rows(self, list(prompt), len(completions)), uniforms.shape[1]
+        for position in range(length):
             logits = rows.next_logits()
             self.tick()
             active = torch.tensor(rows.numbers)
@@ -79,18 +119,20 @@ class GroupDecoder:
                     completion.ids.append(token)
                     completion.logps.append(logp)
                     completion.is_truncated = token not in self.end_ids
-            is_done = not any(completion.is_truncated for completion in completions)
+            is_done = position + 1 == length or not any(each.is_truncated for each in completions)
             if is_done if self.agree is None else self.agree(is_done):
                 break
             has_ended = [not completions[number].is_truncated for number in rows.numbers]
             rows.append(tokens, has_ended)
+        else:
+            self.keep_up(prompt[:1])  # other ranks draw more tokens
         return completions
 
     def keep_up(self, prompt: Sequence[int]) -> None:
         """Take part in the forward passes of other ranks, without completions of its own."""
         assert self.agree is not None, "ranks that generate alone have nothing to keep up with"
         rows = _Rows(self, list(prompt), 1)
-        for _ in range(self.max_tokens):
+        while True:
             tokens = rows.next_logits().argmax(-1)
             self.tick()
             if self.agree(True):

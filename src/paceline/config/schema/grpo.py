@@ -28,7 +28,10 @@ REWARDS: dict[str, tuple[str, ...]] = {
     "choice": ("column",),
     "format": ("pattern",),
     "soft_overlong": ("max_length", "cache"),
+    "environment": (),
 }
+#: The built-in reward that an environment computes.
+OF_ENVIRONMENT = "environment"
 #: What an entry of ``rewards`` is, one key each.
 _KINDS = ("function", "name", "model")
 #: Reasoning in a single pair of tags at the start, then the answer.
@@ -142,10 +145,15 @@ def _check_texts(number: int, fields: Mapping[str, JsonValue]) -> None:
     weight = fields.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise _invalid(number, "weight", weight, "a finite number")
-    location, _, name = str(fields.get("function", "./file.py:name")).strip().rpartition(":")
-    if not location or not name.isidentifier():
+    if not _names_object(str(fields.get("function", "./file.py:name"))):
         form = "./file.py:NAME or package.module:NAME"
         raise _invalid(number, "function", fields["function"], form)
+
+
+def _names_object(text: str) -> bool:
+    """Return whether a text has the form ``LOCATION:NAME``."""
+    location, _, name = text.strip().rpartition(":")
+    return bool(location) and name.isidentifier()
 
 
 def _check_options(number: int, kind: str, fields: Mapping[str, JsonValue]) -> None:
@@ -242,6 +250,18 @@ def _check_range(value: list[float] | None) -> list[float] | None:
     return value
 
 
+def _check_environment(value: str | None) -> str | None:
+    if value is not None and not _names_object(value):
+        raise ValueError(
+            UserText(
+                "`{value}` names no class; write ./file.py:NAME or package.module:NAME",
+                code="invalid-environment",
+                value=value,
+            )
+        )
+    return value
+
+
 GroupLoss = Literal["grpo", "dr_grpo", "dapo"]
 
 
@@ -333,10 +353,28 @@ class Grpo(Section):
     engine: Literal["auto", "generate", "continuous_batching", "vllm"] = Field(
         "auto", description="What generates the completions."
     )
+    environment: Annotated[Text | None, AfterValidator(_check_environment)] = Field(
+        None,
+        description=(
+            "Class whose methods the model may call as tools, as `./file.py:NAME`. Completions then"
+            " have several turns; each completion has an instance of its own."
+        ),
+    )
+    max_turns: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "Largest number of turns that the model writes in a completion with an `environment`."
+            " Default: no limit besides `max_completion_length`."
+        ),
+    )
     reward_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds that a reward may take for the completions of one prompt.",
+        description=(
+            "Seconds that a reward may take for the completions of one prompt, and an `environment`"
+            " for the tool calls of one turn."
+        ),
     )
     reward_workers: int | None = Field(
         None,
@@ -364,6 +402,16 @@ class Grpo(Section):
                 ),
                 "grpo.dynamic_sampling",
                 "grpo.replay",
+            )
+        if self.max_turns is not None and self.environment is None:
+            raise CombinationError(
+                UserText(
+                    "max_turns: {max_turns} has no effect without environment: completions have a"
+                    " single turn; set grpo.environment, or remove max_turns",
+                    code="turns-without-environment",
+                    max_turns=self.max_turns,
+                ),
+                "grpo.max_turns",
             )
         return self
 
@@ -436,6 +484,16 @@ def check_rewards(task: str, rewards: list[RewardEntry], settings: Grpo) -> None
             "rewards",
         )
     for number, reward in enumerate(rewards, 1):
+        if reward.name == OF_ENVIRONMENT and settings.environment is None:
+            raise CombinationError(
+                UserText(
+                    "entry {number} of rewards: name: environment requires grpo.environment, the"
+                    " class whose method get_reward it calls",
+                    code="reward-without-environment",
+                    number=number,
+                ),
+                "rewards",
+            )
         limit = reward.max_length or settings.max_completion_length
         if reward.cache is not None and reward.cache > limit:
             raise CombinationError(

@@ -14,8 +14,11 @@ from paceline.config.schema.grpo import check_completions_per_batch, reward_labe
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded
+from paceline.data.encoding.chunks import make_setup
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
-from paceline.data.kinds.prompt import ROW, read_row
+from paceline.data.kinds.prompt import ROW, PromptKind, read_row
+from paceline.data.text.chats.tool_turns import ToolTurns
+from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models.builtin import resolve_model
 from paceline.models.head.softmax import IGNORED
@@ -240,9 +243,27 @@ class GrpoTask(SequenceTask):
         super().check_batch(global_batch_size)
         check_completions_per_batch(global_batch_size, self.config.grpo)
 
+    def tool_turns(self, folder: Path) -> tuple[PromptKind, ToolTurns]:
+        """Return what converts prompts with tools to tokens, and the turns after them.
+
+        Args:
+            folder: folder of the tokenizer.
+
+        Raises:
+            ConfigError: the chat template does not support tools.
+        """
+        setup, _ = make_setup(self.config, text_kind(self.config), folder, ())
+        kind = PromptKind(setup)
+        ends = self.stop_tokens(folder)
+        source = setup.for_tools or setup.template
+        turns = ToolTurns(folder, kind.tokenizer, kind.template, source, setup.tools, ends)
+        return kind, turns
+
     def prepare(self) -> Prepared:
         """Tokenize the prompts, or find them in the token cache."""
         kind = text_kind(self.config)
+        if self.config.grpo.environment is not None:
+            self.tool_turns(config_tokenizer(self.config, resolve_model))
         tokens = prepare_tokens(self.config, kind, resolve_model, self.num_prepare_workers)
         of_samples = self._prepared_from(tokens)
         self._check_columns(tokens)

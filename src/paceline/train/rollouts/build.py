@@ -14,6 +14,7 @@ from paceline.train.rollouts.generation import RolloutGenerator
 from paceline.train.rollouts.order import CompletionOrder
 from paceline.train.rollouts.pipeline import RolloutPipeline
 from paceline.train.rollouts.scoring import GroupScorer
+from paceline.train.rollouts.turns import TurnGenerator
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import TrainComponents
 
@@ -62,6 +63,7 @@ def build_rollout_pipeline(
         args.seed,
     )
     num_ranks = world.env.local_world_size
+    scorer = GroupScorer(config, text_of, tokenizer.decode, world.device, num_ranks, PROGRESS)
     return RolloutPipeline(
         config,
         components,
@@ -70,11 +72,23 @@ def build_rollout_pipeline(
         order,
         options,
         generator,
-        GroupScorer(config, text_of, tokenizer.decode, world.device, num_ranks, PROGRESS),
+        scorer,
         PROGRESS,
+        _build_turns(task, folder, generator, scorer),
         last_step=spec.derived.steps,
         accumulation=accumulation,
     )
+
+
+def _build_turns(
+    task: GrpoTask, folder: Path, generator: RolloutGenerator, scorer: GroupScorer
+) -> TurnGenerator | None:
+    """Return what generates completions with tools; None without an environment."""
+    settings = task.config.grpo
+    if settings.environment is None:
+        return None
+    kind, tool_turns = task.tool_turns(folder)
+    return TurnGenerator(generator, scorer, kind, tool_turns, settings, PROGRESS)
 
 
 def _end_ids(task: GrpoTask, components: TrainComponents, folder: Path) -> frozenset[int]:

@@ -80,29 +80,44 @@ class RolloutGenerator:
             purpose, step: what the random numbers depend on, besides the prompt.
             num_completions: number of completions of each prompt.
         """
-        shares = np.array_split(np.arange(len(prompts)), self.comm.size)
-        own = [int(number) for number in shares[self.comm.rank]]
+        own = self.own(prompts)
         results: dict[int, list[Completion]] = {}
+        with self.decoder() as decoder:
+            for number in own:
+                prompt = prompts[number]
+                uniforms = self.uniforms(prompt, purpose, step, num_completions)
+                results[number] = decoder.decode(prompt.ids, uniforms)
+            if decoder.agree is not None:
+                for _ in range(-(-len(prompts) // self.comm.size) - len(own)):
+                    decoder.keep_up(prompts[0].ids)
+        return results
+
+    def own(self, prompts: Sequence[PromptTokens]) -> list[int]:
+        """Return the positions of this rank's prompts."""
+        shares = np.array_split(np.arange(len(prompts)), self.comm.size)
+        return [int(number) for number in shares[self.comm.rank]]
+
+    def uniforms(
+        self, prompt: PromptTokens, purpose: str, step: int, num_completions: int
+    ) -> torch.Tensor:
+        """Return a random number for each token of the completions of a prompt. Arguments as for
+        :meth:`generate`."""
+        return draw_uniforms(
+            self.seed, purpose, step, prompt.number, num_completions, self.max_tokens
+        )
+
+    @contextmanager
+    def decoder(self) -> Iterator[GroupDecoder]:
+        """Prepare the model to generate. Entering and leaving the context is a collective."""
         with self._ready_model() as agree:
-            decoder = GroupDecoder(
+            yield GroupDecoder(
                 self.components.model,
                 self.sampling,
                 self.end_ids,
-                self.max_tokens,
                 self.picks_logits,
                 self.progress.tick,
                 agree,
             )
-            for number in own:
-                prompt = prompts[number]
-                uniforms = draw_uniforms(
-                    self.seed, purpose, step, prompt.number, num_completions, self.max_tokens
-                )
-                results[number] = decoder.decode(prompt.ids, uniforms)
-            if agree is not None:
-                for _ in range(max(map(len, shares)) - len(own)):
-                    decoder.keep_up(prompts[0].ids)
-        return results
 
     @contextmanager
     def _ready_model(self) -> Iterator[Callable[[bool], bool] | None]:
