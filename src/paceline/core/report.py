@@ -21,6 +21,8 @@ ROLLOUT_NUMBERS = (
     "entropy",
     "clip_ratio",
     "logprob_diff",
+    "tool_calls",
+    "tool_failures",
     "rollout_s",
     "reward_s",
     "update_s",
@@ -47,6 +49,8 @@ class RolloutFigures(TypedDict, total=False):
             probabilities is clipped.
         logprob_diff: mean difference between the log-probabilities of tokens when they were drawn
             and in training.
+        tool_calls: tool calls per completion, with an environment.
+        tool_failures: share of the tool calls that failed.
     """
 
     reward: float | None
@@ -63,6 +67,8 @@ class RolloutFigures(TypedDict, total=False):
     entropy: float
     clip_ratio: float
     logprob_diff: float
+    tool_calls: float | None
+    tool_failures: float | None
 
 
 class PackingFigures(TypedDict, total=False):

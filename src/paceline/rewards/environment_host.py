@@ -58,7 +58,7 @@ class EnvironmentHost:
             reset: Callable[..., object] = instance.reset
             observation = awaited(reset(**request["row"]))
         except BaseException as error:
-            return {"problem": self._problem("reset", error)}
+            return {"problem": self._problem("`reset`", error)}
         if observation is not None and not isinstance(observation, str):
             reason = f"`reset` returned a value of type {type(observation).__name__}"
             return {"problem": {"code": "not-an-observation", "reason": reason, "line": ""}}

@@ -76,6 +76,15 @@ class Completion:
         return [logp for logp, has_loss in zip(self.logps, self.loss_mask, strict=True) if has_loss]
 
 
+def tool_figures(completions: Sequence[Completion]) -> tuple[float, float | None]:
+    """Return the number of tool calls per completion, and the share of them that failed; None
+    without calls."""
+    episodes = [each.episode for each in completions if each.episode is not None]
+    calls = sum(episode.num_calls for episode in episodes)
+    failures = sum(episode.num_failures for episode in episodes)
+    return calls / max(1, len(episodes)), failures / calls if calls else None
+
+
 @dataclass(frozen=True)
 class GroupDecoder:
     """Generates the completions of one prompt after the other.

@@ -22,8 +22,15 @@ def write_rewards(folder: Path) -> Path:
     return path
 
 
-def record_rollouts(folder: Path, eos: int, num_iterations: int, with_nulls: bool) -> list[Any]:
-    """Write rollouts with random completions and rewards; return the records of all of them."""
+def record_rollouts(
+    folder: Path, eos: int, num_iterations: int, with_nulls: bool, with_masks: bool = False
+) -> list[Any]:
+    """Write rollouts with random completions and rewards; return the records of all of them.
+
+    Args:
+        with_nulls: whether some rewards are missing.
+        with_masks: whether some tokens carry no loss, as the results of tools.
+    """
     numbers = random.Random(0)
     folder.mkdir()
     records = []
@@ -40,6 +47,7 @@ def record_rollouts(folder: Path, eos: int, num_iterations: int, with_nulls: boo
                 rewards = {name: round(numbers.random(), 3) for name in NAMES}
                 if with_nulls and index == 1:
                     rewards = dict.fromkeys(NAMES) if prompt % 2 else {**rewards, "first": None}
+                mask = [int(numbers.random() < 0.6 or not at) for at in range(length)]
                 lines.append(
                     {
                         "prompt": prompt,
@@ -49,6 +57,7 @@ def record_rollouts(folder: Path, eos: int, num_iterations: int, with_nulls: boo
                         "logprobs": [-5.0] * length,
                         "rewards": rewards,
                         "truncated": is_truncated,
+                        **({"loss_mask": mask} if with_masks else {}),
                     }
                 )
         name = f"step-{rollout * num_iterations + 1:08d}.jsonl"
@@ -75,9 +84,10 @@ def trl_steps(
 
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
         found = chosen(prompts)
-        return {
-            name: [each[name] for each in found] for name in ("prompt_ids", "completion_ids")
-        } | {"logprobs": [each["logprobs"] for each in found]}
+        names = {name: name for name in ("prompt_ids", "completion_ids", "logprobs")}
+        if "loss_mask" in found[0]:
+            names["env_mask"] = "loss_mask"
+        return {name: [each[key] for each in found] for name, key in names.items()}
 
     def reward(name: str) -> Any:
         def function(prompts: list[str], **columns: Any) -> list[float | None]:

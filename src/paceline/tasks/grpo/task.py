@@ -300,7 +300,8 @@ class GrpoTask(SequenceTask):
 
     def metric_names(self, prepared: Prepared) -> list[str]:
         rewards = (f"rewards/{label}" for label in reward_labels(self.config.rewards))
-        return ["loss", "reward", "completion_length", "truncated", *rewards]
+        of_tools = ("tool_calls", "tool_failures") if self.config.grpo.environment else ()
+        return ["loss", "reward", "completion_length", "truncated", *of_tools, *rewards]
 
     # -- on every rank
     def build_datasets(self) -> tuple[CompletionRows, CompletionRows | None]:
