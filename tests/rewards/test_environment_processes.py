@@ -8,7 +8,8 @@ import pytest
 from raised import raises_error
 
 from paceline.config.schema.grpo import Grpo, RewardEntry
-from paceline.core.errors import RunError
+from paceline.core.errors import ConfigError, RunError
+from paceline.rewards.functions import check_reset
 from paceline.rewards.group import CompletionGroup
 from paceline.rewards.scorer import RewardScorer
 
@@ -66,6 +67,10 @@ class NoReset(Env):
 class Talks(Env):
     def reset(self, **columns):
         return 5
+
+class Strict(Env):
+    def reset(self, prompt, start):
+        pass
 
 def totals(environments, **columns):
     return [environment.total for environment in environments]
@@ -151,6 +156,21 @@ def test_errors_of_tools_are_results(start: Start) -> None:
     ]
     assert "unexpected keyword argument 'numbers'" in failed[5]
     assert len(failed) == 8
+
+
+def test_reset_must_accept_the_columns_of_the_data(start: Start) -> None:
+    environment = str(start().settings.environment)
+    for text, columns in (
+        (environment, ["start", "other"]),
+        (f"{environment[:-3]}Strict", ["start"]),
+    ):
+        check_reset(text, columns)
+    for text, columns in (
+        (environment, ["other"]),
+        (f"{environment[:-3]}Strict", ["start", "other"]),
+    ):
+        with raises_error(ConfigError, code="reset-signature"):
+            check_reset(text, columns)
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,13 @@ class EnvironmentHost:
         if request["is_first"]:
             self._instances.clear()
         random.seed(request["seed"])
+        what = "the class"
         try:
-            instance = self._class()
+            instance, what = self._class(), "`reset`"
             reset: Callable[..., object] = instance.reset
             observation = awaited(reset(**request["row"]))
         except BaseException as error:
-            return {"problem": self._problem("`reset`", error)}
+            return {"problem": self._problem(what, error)}
         if observation is not None and not isinstance(observation, str):
             reason = f"`reset` returned a value of type {type(observation).__name__}"
             return {"problem": {"code": "not-an-observation", "reason": reason, "line": ""}}

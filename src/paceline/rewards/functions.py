@@ -3,7 +3,7 @@ torch."""
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from paceline.config.packages import check_package
@@ -103,16 +103,13 @@ def required_columns(
 
 
 def needed_columns(config: Config) -> list[str]:
-    """Return the columns of the data that the rewards and the environment of a config require, each
-    once.
+    """Return the columns of the data that the rewards of a config require, each once.
 
     Raises:
-        ConfigError: a reward function or the environment does not exist or cannot be called.
+        ConfigError: a reward function does not exist or cannot be called.
     """
     columns: list[str] = []
     has_environment = config.grpo.environment is not None
-    if config.grpo.environment is not None:
-        columns += reset_columns(load_environment(config.grpo.environment))
     for entry in config.rewards:
         if entry.function is not None:
             function = load_function(entry.function)
@@ -122,20 +119,35 @@ def needed_columns(config: Config) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-def reset_columns(environment: type) -> list[str]:
-    """Return the columns that the method ``reset`` of an environment requires: its parameters
-    without a default."""
+def check_reset(text: str, columns: Collection[str]) -> None:
+    """Check that the method ``reset`` of an environment can be called with the rows of the data.
+
+    Args:
+        text: the class, as in ``grpo.environment``.
+        columns: the columns of the data besides ``prompt``.
+
+    Raises:
+        ConfigError: it requires another column, or does not accept one.
+    """
+    reset: Callable[..., object] = load_environment(text).reset  # type: ignore[attr-defined]
     try:
-        parameters = list(inspect.signature(environment.reset).parameters.values())[1:]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        return []
-    return [
-        each.name
-        for each in parameters
-        if each.default is each.empty
-        and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        and each.name != "prompt"
-    ]
+        bind = inspect.signature(reset).bind
+    except (TypeError, ValueError):  # a function written in C
+        return
+    try:
+        bind(None, **dict.fromkeys([*columns, "prompt"]))
+    except TypeError as error:
+        raise ConfigError(
+            "`grpo.environment: {text}`: `reset` cannot be called with the columns of the data:"
+            " {reason}",
+            code="reset-signature",
+            allowed="the columns {known}, by name",
+            fix="add **kwargs for the columns that it does not read, and name the others as in the"
+            " data, or with `dataset: {path: …, columns: {COLUMN: YOURS}}`",
+            text=text,
+            reason=error,
+            known=", ".join(sorted([*columns, "prompt"])),
+        ) from error
 
 
 def check_environment(config: Config) -> None:

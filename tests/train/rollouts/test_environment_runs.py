@@ -8,13 +8,14 @@ import pytest
 from commands import events
 from environment_runs import GAME, play, teach_calls, write_game
 from rollout_runs import rollouts
+from safetensors.numpy import load_file
 
 from paceline.data.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
 SINGLE = ("parallel.mode=single", "per_device_train_batch_size=4")
-#: A game whose instances must not share anything: the secret is random, and the tool fails at times.
+#: A game with a random secret.
 RANDOM_GAME = GAME.replace("int(secret), []", "random.randrange(10), []").replace(
     "class Game:", "import random\n\nclass Game:"
 )

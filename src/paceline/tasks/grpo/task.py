@@ -23,7 +23,7 @@ from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models.builtin import resolve_model
 from paceline.models.head.softmax import IGNORED
 from paceline.models.transforms.parameters import disable_dropout
-from paceline.rewards.functions import check_reward_sources, needed_columns
+from paceline.rewards.functions import check_reset, check_reward_sources, needed_columns
 from paceline.rollouts.advantages import AdvantageRule
 from paceline.rollouts.records import missing_rollout, read_groups, rollout_file
 from paceline.tasks.base import Notice, Prepared
@@ -279,13 +279,15 @@ class GrpoTask(SequenceTask):
         )
 
     def _check_columns(self, tokens: PreparedTokens) -> None:
-        """Check that the first rows have the columns of the rewards."""
-        needed = needed_columns(self.config)
-        for dataset in tokens.open((ROW,)) if needed else ():
+        """Check that the first rows have the columns of the rewards and of the environment."""
+        needed, environment = needed_columns(self.config), self.config.grpo.environment
+        for dataset in tokens.open((ROW,)) if needed or environment else ():
             if dataset is None:
                 continue
             count = min(len(dataset), _CHECKED_ROWS)
             known = {name for index in range(count) for name in read_row(dataset, index).columns}
+            if environment is not None:
+                check_reset(environment, known)
             for name in needed:
                 if name not in known:
                     raise ConfigError(
