@@ -1,7 +1,7 @@
 """Generate completions of several turns, between which the model calls the tools of an environment.
 
-The first turn of the completions of a prompt is one batch. The turns after it have prefixes of
-different lengths, and each is a batch of its own.
+The completions of a prompt are one batch in each turn. After the first one, their prefixes have
+different lengths and are padded, unless the model has recurrent layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.data.text.token_dataset import TokenDataset
 from paceline.distributed.timing.progress import ProgressTracker
 from paceline.rewards.environment_session import EnvironmentSession
 from paceline.rewards.protocol import RequestedCall
-from paceline.rollouts.decoding import Completion, Episode, GroupDecoder
+from paceline.rollouts.decoding import Completion, Episode, GroupDecoder, can_pad
 from paceline.train.rollouts.generation import PromptTokens, RolloutGenerator
 from paceline.train.rollouts.scoring import GroupScorer
 
@@ -130,19 +130,16 @@ class TurnGenerator:
         seed = f"{self.generator.seed} {purpose} {step} {prompt.number}"
         chats = [self._begin(session, row, prompt, index, seed) for index in range(num_completions)]
         if all(chat.prompt_ids == chats[0].prompt_ids for chat in chats):
-            parts = self._decode(decoder, chats[0].prompt_ids, uniforms)
+            self._take_part(decoder)
+            parts = decoder.decode(chats[0].prompt_ids, uniforms)
             for chat, part in zip(chats, parts, strict=True):
                 self._add_turn(chat, part)
         else:
-            for chat in chats:
-                self._continue(decoder, chat, uniforms)
-        while any(chat.calls for chat in chats):
-            for chat in chats:
-                if chat.calls:
-                    self._execute(session, chat, seed)
-            for chat in chats:
-                if chat.calls:
-                    self._continue(decoder, chat, uniforms)
+            self._continue(decoder, chats, uniforms)
+        while waiting := [chat for chat in chats if chat.calls]:
+            for chat in waiting:
+                self._execute(session, chat, seed)
+            self._continue(decoder, [chat for chat in waiting if chat.calls], uniforms)
         return [chat.completion for chat in chats]
 
     def _begin(
@@ -198,19 +195,26 @@ class TurnGenerator:
         )
 
     # -- turns
-    def _decode(
-        self, decoder: GroupDecoder, prefix: list[int], uniforms: torch.Tensor
-    ) -> list[Completion]:
+    def _take_part(self, decoder: GroupDecoder) -> None:
+        """Have the other ranks take part in the next forward passes, though they may have no turn
+        left."""
         if decoder.agree is not None:
-            decoder.agree(False)  # other ranks take part, though they may have no turn left
-        return decoder.decode(prefix, uniforms)
+            decoder.agree(False)
 
-    def _continue(self, decoder: GroupDecoder, chat: _Chat, uniforms: torch.Tensor) -> None:
-        """Have the model write the next turn of a completion."""
-        ids = chat.completion.ids
-        left = uniforms[chat.index : chat.index + 1, len(ids) :]
-        (part,) = self._decode(decoder, [*chat.prompt_ids, *ids], left)
-        self._add_turn(chat, part)
+    def _continue(
+        self, decoder: GroupDecoder, chats: Sequence[_Chat], uniforms: torch.Tensor
+    ) -> None:
+        """Have the model write the next turn of completions."""
+        prefixes = [[*chat.prompt_ids, *chat.completion.ids] for chat in chats]
+        left = [uniforms[chat.index, len(chat.completion.ids) :] for chat in chats]
+        is_batch = len({len(prefix) for prefix in prefixes}) == 1 or can_pad(decoder.model)
+        size = len(chats) if is_batch else 1
+        for start in range(0, len(chats), max(1, size)):
+            part = slice(start, start + size)
+            self._take_part(decoder)
+            turns = decoder.decode_each(prefixes[part], left[part])
+            for chat, turn in zip(chats[part], turns, strict=True):
+                self._add_turn(chat, turn)
 
     def _add_turn(self, chat: _Chat, part: Completion) -> None:
         """Append a turn that the model has written."""
