@@ -2,8 +2,8 @@
 
 The completions of a prompt are one batch: the prompt is computed once, and its keys and values are
 repeated. All rows have the same length, so there is no padding, except after the results of tools,
-and the numbers do not depend on other prompts. ``model.generate`` is not used, because ranks whose forward pass is a collective must
-stop at the same token.
+and the numbers do not depend on other prompts. ``model.generate`` is not used, because ranks whose
+forward pass is a collective must stop at the same token.
 """
 
 from __future__ import annotations
