@@ -92,7 +92,7 @@ class RewardScorer:
 
     def open_sessions(self, places: Sequence[str], step: int) -> list[EnvironmentSession]:
         """Return the environments of groups of completions, which are created when they are reset.
-        Those of earlier calls are no longer used.
+        The environments of earlier calls are no longer used.
 
         Args:
             places: file and row of the prompt of each group, for messages.

@@ -166,7 +166,7 @@ def test_failing_environment_ends_the_run(ranks: int, player: Path, tmp_path: Pa
     ("args", "code"),
     [
         (("grpo.environment=./missing.py:Game",), "missing-user-file"),
-        (("grpo.environment=Game",), "invalid-environment"),
+        (("grpo.environment=Game",), "environment-without-class"),
         (("grpo.environment=null",), "reward-without-environment"),
         (("grpo.environment=null", "rewards={name: exact}", "grpo.max_turns=2"),
          "turns-without-environment"),

@@ -255,7 +255,7 @@ def _check_environment(value: str | None) -> str | None:
         raise ValueError(
             UserText(
                 "`{value}` names no class; write ./file.py:NAME or package.module:NAME",
-                code="invalid-environment",
+                code="environment-without-class",
                 value=value,
             )
         )

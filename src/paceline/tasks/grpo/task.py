@@ -17,7 +17,6 @@ from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collat
 from paceline.data.encoding.chunks import make_setup
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
 from paceline.data.kinds.prompt import ROW, PromptKind, read_row
-from paceline.data.text.chats.tool_turns import ToolTurns
 from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models.builtin import resolve_model
@@ -33,6 +32,7 @@ from paceline.tasks.grpo.objective import (
     LeaveOneOutObjective,
     Objective,
 )
+from paceline.tasks.grpo.tool_turns import ToolTurns
 from paceline.tasks.sequences import SequenceTask
 
 

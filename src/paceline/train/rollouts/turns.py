@@ -19,12 +19,12 @@ from paceline.core.errors import RunError
 from paceline.data.kinds.base import Encoded
 from paceline.data.kinds.prompt import PromptKind, PromptRow, read_row
 from paceline.data.text.chats.tool_calls import ChatMessage
-from paceline.data.text.chats.tool_turns import ToolTurns
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.distributed.timing.progress import ProgressTracker
 from paceline.rewards.environment_session import EnvironmentSession
 from paceline.rewards.protocol import RequestedCall
 from paceline.rollouts.decoding import Completion, Episode, GroupDecoder, can_pad
+from paceline.tasks.grpo.tool_turns import ToolTurns
 from paceline.train.rollouts.generation import PromptTokens, RolloutGenerator
 from paceline.train.rollouts.scoring import GroupScorer
 

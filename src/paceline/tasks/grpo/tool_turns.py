@@ -181,7 +181,7 @@ def _unusable(reason: str) -> ConfigError:
     return ConfigError(
         "`grpo.environment` needs a chat template with tools: {reason}",
         code="template-without-environment",
-        allowed="a chat template that describes tools, as those of Qwen models do",
+        allowed="a chat template that describes tools, such as the templates of Qwen models",
         fix="set `chat_template` to one, or use a model whose template supports tools",
         reason=reason,
     )

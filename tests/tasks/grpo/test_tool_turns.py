@@ -11,9 +11,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.user_code import load_environment
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.chats.environment_tools import environment_tools
-from paceline.data.text.chats.tool_turns import ToolTurns
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import CHAT_TEMPLATE, builtin_tokenizer
+from paceline.tasks.grpo.tool_turns import ToolTurns
 
 SOURCE = '''
 class Env:
