@@ -204,7 +204,7 @@ def test_reads_rewards(
         ("reward_funcs: [accuracy]\nreward_weights: [1, 2]", "2 weights for 1 rewards"),
         ("reward_funcs: [accuracy]\nreward_model_plugin: p", "with TRL's signature"),
         ("reward_funcs: [accuracy]\nsync_ref_model: true", "is not updated"),
-        ("reward_funcs: [accuracy]\nmax_turns: 3", "completions of several turns"),
+        ("reward_funcs: [accuracy]\nmax_turns: 3", "has no effect without environment"),
         ("reward_funcs: [accuracy]\nloss_type: bnpo", "divides by the number of tokens in a micro"),
         ("trl: {top_entropy_quantile: 0.2}", "`trl.top_entropy_quantile: 0.2`"),
         ("", "requires rewards"),

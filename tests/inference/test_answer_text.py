@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from paceline.data.text.chats.message_parser import MessagePart
 from paceline.inference.chat_encoder import ChatEncoder
 from paceline.inference.engine.answer_text import AnswerDecoder, TokenSpelling
 from paceline.inference.engine.engine import GeneratedToken
-from paceline.inference.serving.message_parser import MessageParser, MessagePart
 from paceline.models.builtin import builtin_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -86,7 +86,7 @@ def parse(
     """Return the message of an answer that arrives in parts of ``size`` characters."""
     template = "{{ tools }} <tool_call> {{ messages }}"
     changed = AutoTokenizer.from_pretrained(builtin_tokenizer(), chat_template=template)
-    parser = MessageParser(ChatEncoder(changed), prompt, tools)
+    parser = ChatEncoder(changed).parser(prompt, tools)
     whole = MessagePart()
     texts = [text[start : start + size] for start in range(0, len(text), size)]
     for part in [*map(parser.push, texts), parser.finish()]:

@@ -23,6 +23,8 @@ ROLLOUT_NUMBERS = (
     "logprob_diff",
     "importance_ratio",
     "importance_clipped",
+    "tool_calls",
+    "tool_failures",
     "rollout_s",
     "reward_s",
     "update_s",
@@ -52,6 +54,8 @@ class RolloutFigures(TypedDict, total=False):
         importance_ratio: mean of the ratios of probabilities by which the loss is multiplied to
             correct for the engine.
         importance_clipped: share of these ratios that were outside of their limits.
+        tool_calls: tool calls per completion, with an environment.
+        tool_failures: share of the tool calls that failed.
     """
 
     reward: float | None
@@ -70,6 +74,8 @@ class RolloutFigures(TypedDict, total=False):
     logprob_diff: float
     importance_ratio: float
     importance_clipped: float
+    tool_calls: float | None
+    tool_failures: float | None
 
 
 class PackingFigures(TypedDict, total=False):

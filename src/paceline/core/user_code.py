@@ -6,9 +6,10 @@ Packages that a run does not use can be hidden from libraries, but never from co
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -131,6 +132,59 @@ def _has_free_name(path: Path) -> bool:
     else:
         file = str(path) if spec is None else spec.origin
     return file is not None and Path(file).resolve() == path
+
+
+#: Methods of an environment that are not tools, besides those that begin with an underscore.
+_NOT_TOOLS = ("reset", "get_reward")
+
+
+def load_environment(text: str) -> type:
+    """Return the class of environments that ``./file.py:NAME`` or ``package.module:NAME`` names.
+
+    Raises:
+        ConfigError: there is no such class, it has no method ``reset`` or no tools, or user code
+            raised an exception.
+    """
+    location, _, name = text.strip().rpartition(":")
+    form = "./file.py:NAME or package.module:NAME"
+    module = import_user_module(location, f"grpo.environment: {text}", form)
+    found = getattr(module, name, None)
+    if not inspect.isclass(found):
+        problem = f"{name} in {location} is not a class"
+        names = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
+        raise ConfigError(
+            "`grpo.environment: {text}`: {problem}",
+            code="unknown-environment",
+            allowed="classes in it: {names}",
+            fix=did_you_mean(name, names, "check the name"),
+            text=text,
+            problem=problem if hasattr(module, name) else f"{location} has no class {name}",
+            names=", ".join(names) or "none",
+        )
+    methods = "no method `reset`" if not callable(getattr(found, "reset", None)) else ""
+    if methods or not tool_methods(found):
+        raise ConfigError(
+            "`grpo.environment: {text}`: the class has {problem}",
+            code="not-an-environment",
+            allowed="a class with the method `reset(self, **kwargs)`, and a public method for each"
+            " tool",
+            text=text,
+            problem=methods or "no public method that could be a tool",
+        )
+    return found
+
+
+def tool_methods(environment: type) -> dict[str, Callable[..., object]]:
+    """Return the methods of a class of environments that a model may call, by name."""
+    return {
+        name: method
+        for name, method in inspect.getmembers(environment, predicate=inspect.isfunction)
+        if name not in _NOT_TOOLS and not name.startswith("_")
+    }
 
 
 def error_summary(error: BaseException) -> str:

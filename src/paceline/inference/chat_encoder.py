@@ -17,6 +17,7 @@ from paceline.data.text.chat_template import (
     given_arguments,
     listed_arguments,
 )
+from paceline.data.text.chats.message_parser import MessageParser, response_template
 
 if TYPE_CHECKING:
     from paceline.data.text.chats.tool_calls import ToolCall
@@ -121,6 +122,17 @@ class ChatEncoder:
         if self.tokenizer.chat_template is None:
             return None
         return str(self.tokenizer.get_chat_template(tools=[{}] if has_tools else None))
+
+    def parser(self, prompt: str, tools: Sequence[Mapping[str, JsonValue]] = ()) -> MessageParser:
+        """Return the parser of an answer.
+
+        Args:
+            prompt: the chat as text.
+            tools: the tools that the answer may call.
+        """
+        own = getattr(self.tokenizer, "response_template", None)
+        form = response_template(own, self.template_source(bool(tools)), bool(tools))
+        return MessageParser(form, self.tokenizer.all_special_tokens, prompt, tools)
 
     def _argument_names(self, source: str) -> list[str]:
         """Return the arguments that the template reads, except parameters of transformers."""

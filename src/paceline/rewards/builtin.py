@@ -1,19 +1,33 @@
 """The built-in rewards. Each is called as a function of the user is, with keyword arguments."""
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pydantic import JsonValue
 
-from paceline.config.schema.rewards import MATH_REWARDS, THINK_PATTERN, RewardEntry
+from paceline.config.schema.rewards import (
+    MATH_REWARDS,
+    OF_ENVIRONMENT,
+    THINK_PATTERN,
+    RewardEntry,
+)
 from paceline.rewards.answers import chosen_letter, final_answer, is_same_answer, letter_of
 from paceline.rewards.group import Content, text_of
 
 Scores = list[float | None]
-BuiltinReward = Callable[..., Scores]
+BuiltinReward = Callable[..., object]
+AnswerScores = Callable[..., Scores]
 #: The share of the time limit that the completions of a group may use together.
 _TIME_SHARE = 0.8
+
+
+class OwnReward(Protocol):
+    """An environment that computes the reward of its completion."""
+
+    def get_reward(self) -> object: ...
 
 
 def build_reward(entry: RewardEntry, max_completion_length: int, timeout_s: float) -> BuiltinReward:
@@ -27,17 +41,19 @@ def build_reward(entry: RewardEntry, max_completion_length: int, timeout_s: floa
     limit = entry.max_length or max_completion_length
     if entry.name == "soft_overlong":
         return SoftOverlong(limit, entry.cache or 0)
+    if entry.name == OF_ENVIRONMENT:
+        return EnvironmentReward()
     score_answers = _answer_reward(entry, timeout_s)
     if entry.name == "cosine":
         return CosineReward(score_answers, limit, entry)
     return LengthReward(score_answers) if entry.name == "length" else score_answers
 
 
-def _answer_reward(entry: RewardEntry, timeout_s: float) -> BuiltinReward:
+def _answer_reward(entry: RewardEntry, timeout_s: float) -> AnswerScores:
     """Return the function that compares answers with the right one."""
     column = entry.answer_column
     assert column is not None
-    reward: BuiltinReward
+    reward: AnswerScores
     if entry.name in MATH_REWARDS:
         from paceline.rewards.math_answers import MathReward
 
@@ -82,7 +98,7 @@ class AnswerAfter:
     """Gives only the text after the last occurrence of a mark to another reward, such as the answer
     after ``</think>``. A completion without the mark has the wrong answer."""
 
-    def __init__(self, mark: str, reward: BuiltinReward) -> None:
+    def __init__(self, mark: str, reward: AnswerScores) -> None:
         self.mark, self.reward = mark, reward
 
     def __call__(self, *, completions: Sequence[Content], **columns: object) -> Scores:
@@ -92,6 +108,18 @@ class AnswerAfter:
             score if score is None or part[1] else 0.0
             for part, score in zip(parts, scores, strict=True)
         ]
+
+
+class EnvironmentReward:
+    """What the method ``get_reward`` of each completion's environment returns."""
+
+    def __call__(self, *, environments: Sequence[OwnReward], **columns: object) -> object:
+        values = [environment.get_reward() for environment in environments]
+        return _gather(values) if any(map(inspect.isawaitable, values)) else values
+
+
+async def _gather(values: Sequence[object]) -> list[object]:
+    return [await value if inspect.isawaitable(value) else value for value in values]
 
 
 class FormatReward:
@@ -171,7 +199,7 @@ class CosineReward:
         entry: the values and the unit of the length.
     """
 
-    def __init__(self, score_answers: BuiltinReward, max_length: int, entry: RewardEntry) -> None:
+    def __init__(self, score_answers: AnswerScores, max_length: int, entry: RewardEntry) -> None:
         self.score_answers, self.max_length = score_answers, max_length
         self.counts_characters = entry.unit == "characters"
         self.correct, self.wrong = entry.correct or [1.0, 0.5], entry.wrong or [-0.5, 0.0]
@@ -200,7 +228,7 @@ class LengthReward:
     """0.5 for the shortest completion of a prompt, falling to -0.5 for the longest one; for wrong
     answers at most 0 (Kimi Team, "Kimi k1.5", 2025, section 2.3.3)."""
 
-    def __init__(self, score_answers: BuiltinReward) -> None:
+    def __init__(self, score_answers: AnswerScores) -> None:
         self.score_answers = score_answers
 
     def __call__(self, *, completions: Sequence[Content], **columns: object) -> Scores:

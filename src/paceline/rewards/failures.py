@@ -76,6 +76,82 @@ def describe_problem(
     )
 
 
+def describe_environment(
+    text: str, place: str, index: int, step: int, problem: RewardProblem
+) -> RunError:
+    """Return the error for an environment that raised, or whose ``reset`` returned something else
+    than a text.
+
+    Args:
+        text: the class, as in the config.
+        place: file and row of the prompt.
+        index: number of the completion in its group.
+    """
+    if problem["code"] == "not-an-observation":
+        return RunError(
+            "the environment `{text}` cannot be used at step {step}, for completion {index} of"
+            " {place}: {reason}",
+            code="not-an-observation",
+            allowed="`reset` may return None, or a text that is added to the prompt",
+            text=text,
+            step=step,
+            index=index,
+            place=place,
+            reason=problem["reason"],
+        )
+    return RunError(
+        "the environment `{text}` failed at step {step}, for completion {index} of {place}:"
+        " {reason} ({line})",
+        code="environment-failed",
+        fix="correct it, and resume the run; the traceback is in the log of the rank",
+        text=text,
+        step=step,
+        index=index,
+        place=place,
+        reason=problem["reason"],
+        line=problem["line"],
+    )
+
+
+def describe_environment_hang(
+    text: str, place: str, index: int, step: int, limit_s: float
+) -> RunError:
+    """Return the error for an environment that took too long. Arguments as for
+    :func:`describe_environment`."""
+    return RunError(
+        "the environment `{text}` took more than {limit_s} s at step {step}, for completion {index}"
+        " of {place}",
+        code="environment-hangs",
+        fix=(
+            "raise `grpo.reward_timeout_s`, or correct it; the log of the rank shows the lines that"
+            " it executed"
+        ),
+        text=text,
+        limit_s=f"{limit_s:g}",
+        step=step,
+        index=index,
+        place=place,
+    )
+
+
+def describe_environment_exit(
+    text: str, place: str, index: int, step: int, end: EOFError
+) -> RunError:
+    """Return the error for an environment whose process ended. Arguments as for
+    :func:`describe_environment`."""
+    return RunError(
+        "the process of the environment `{text}` {exit} at step {step}, for completion {index} of"
+        " {place}",
+        code="environment-process-ended",
+        fix="correct the class: it must neither end the process nor use too much memory",
+        text=text,
+        exit=str(end),
+        step=step,
+        index=index,
+        place=place,
+    )
+
+
 def describe_hang(
     entry: RewardEntry, group: CompletionGroup | None, step: int, limit_s: float
 ) -> RunError:

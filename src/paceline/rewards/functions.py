@@ -3,22 +3,24 @@ torch."""
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from paceline.config.packages import check_package
 from paceline.config.schema import Config
-from paceline.config.schema.rewards import MATH_REWARDS, RewardEntry
+from paceline.config.schema.rewards import MATH_REWARDS, OF_ENVIRONMENT, RewardEntry
 from paceline.core.errors import ConfigError, did_you_mean
-from paceline.core.user_code import import_user_module
+from paceline.core.user_code import import_user_module, load_environment
 from paceline.models.json_config import read_object
 
 _FORM = "./file.py:NAME or package.module:NAME"
 RewardFunction = Callable[..., object]
 #: Keyword arguments of every reward function, besides the columns of the rows.
 ARGUMENTS = ("prompts", "completions", "completion_ids", "step")
+#: Keyword argument with the environment of each completion, if there are any.
+ENVIRONMENTS = "environments"
 #: Keyword arguments of TRL that cannot be sent to another process.
-_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
 def load_function(text: str) -> RewardFunction:
@@ -58,8 +60,13 @@ def file_of(function: RewardFunction) -> str:
     return str(getattr(module, "__file__", None) or "unknown file")
 
 
-def required_columns(function: RewardFunction, text: str) -> list[str]:
+def required_columns(
+    function: RewardFunction, text: str, has_environment: bool = False
+) -> list[str]:
     """Return the columns that a function requires: its parameters without a default.
+
+    Args:
+        has_environment: whether there are environments to pass.
 
     Raises:
         ConfigError: the function cannot be called with the arguments of a reward function.
@@ -81,6 +88,8 @@ def required_columns(function: RewardFunction, text: str) -> list[str]:
             problem = f"its parameter {each.name} is positional, and arguments are passed by name"
         elif each.name in _ONLY_IN_TRL:
             problem = f"its parameter {each.name} has no default, and only TRL passes it"
+        elif each.name == ENVIRONMENTS and not has_environment:
+            problem = f"its parameter {each.name} has no default, and `grpo.environment` is not set"
     if problem is not None:
         raise ConfigError(
             "the reward function {text} cannot be called: {problem}",
@@ -90,7 +99,7 @@ def required_columns(function: RewardFunction, text: str) -> list[str]:
             text=text,
             problem=problem,
         )
-    return [each.name for each in required if each.name not in ARGUMENTS]
+    return [each.name for each in required if each.name not in (*ARGUMENTS, ENVIRONMENTS)]
 
 
 def needed_columns(config: Config) -> list[str]:
@@ -100,12 +109,67 @@ def needed_columns(config: Config) -> list[str]:
         ConfigError: a reward function does not exist or cannot be called.
     """
     columns: list[str] = []
+    has_environment = config.grpo.environment is not None
     for entry in config.rewards:
         if entry.function is not None:
-            columns += required_columns(load_function(entry.function), entry.function)
+            function = load_function(entry.function)
+            columns += required_columns(function, entry.function, has_environment)
         elif entry.answer_column is not None:
             columns.append(entry.answer_column)
     return list(dict.fromkeys(columns))
+
+
+def check_reset(text: str, columns: Collection[str]) -> None:
+    """Check that the method ``reset`` of an environment can be called with the rows of the data.
+
+    Args:
+        text: the class, as in ``grpo.environment``.
+        columns: the columns of the data besides ``prompt``.
+
+    Raises:
+        ConfigError: it requires another column, or does not accept one.
+    """
+    reset: Callable[..., object] = load_environment(text).reset  # type: ignore[attr-defined]
+    try:
+        bind = inspect.signature(reset).bind
+    except (TypeError, ValueError):  # a function written in C
+        return
+    try:
+        bind(None, **dict.fromkeys([*columns, "prompt"]))
+    except TypeError as error:
+        raise ConfigError(
+            "`grpo.environment: {text}`: `reset` cannot be called with the columns of the data:"
+            " {reason}",
+            code="reset-signature",
+            allowed="the columns {known}, by name",
+            fix="add **kwargs for the columns that it does not read, and name the others as in the"
+            " data, or with `dataset: {path: …, columns: {COLUMN: YOURS}}`",
+            text=text,
+            reason=error,
+            known=", ".join(sorted([*columns, "prompt"])),
+        ) from error
+
+
+def check_environment(config: Config) -> None:
+    """Check that the environment of a config exists, and that it computes rewards if it must.
+
+    Raises:
+        ConfigError: it does not exist, or it is not an environment, or it has no rewards.
+    """
+    text = config.grpo.environment
+    if text is None:
+        return
+    found = load_environment(text)
+    has_reward = any(entry.name == OF_ENVIRONMENT for entry in config.rewards)
+    if has_reward and not callable(getattr(found, "get_reward", None)):
+        raise ConfigError(
+            "`rewards: [{name: environment}]`: the class of `grpo.environment: {text}` has no"
+            " method `get_reward`",
+            code="environment-without-reward",
+            allowed="a method `get_reward(self)` that returns a number",
+            fix="add the method, or use a reward function, which gets the `environments`",
+            text=text,
+        )
 
 
 def check_reward_sources(config: Config) -> None:
@@ -121,6 +185,7 @@ def check_reward_sources(config: Config) -> None:
             check_package("math_verify", needed_by, advice, extra="math")
         if entry.model is not None:
             check_reward_model(entry)
+    check_environment(config)
     needed_columns(config)
 
 

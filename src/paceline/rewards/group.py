@@ -21,6 +21,8 @@ class CompletionGroup:
             each if the prompt is a chat.
         completion_ids: token ids of each completion.
         columns: other columns of the row.
+        prompts: prompt of each completion, if an environment has added to them.
+        session: number of the group for its environments; None without an environment.
     """
 
     number: int
@@ -29,6 +31,8 @@ class CompletionGroup:
     completions: list[Content]
     completion_ids: list[list[int]]
     columns: dict[str, JsonValue] = field(default_factory=dict)
+    prompts: list[Content] | None = None
+    session: int | None = None
 
 
 def text_of(completion: Content) -> str:

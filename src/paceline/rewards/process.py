@@ -14,7 +14,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.processes import exit_text
 from paceline.rewards.protocol import (
     WHERE_SIGNAL,
+    CallRequest,
     GroupRequest,
+    ResetRequest,
     RewardReply,
     SetupReply,
     SetupRequest,
@@ -51,7 +53,9 @@ class RewardProcess:
                 process_group=0,
             )
 
-    def send(self, request: SetupRequest | GroupRequest, timeout_s: float) -> None:
+    def send(
+        self, request: SetupRequest | GroupRequest | ResetRequest | CallRequest, timeout_s: float
+    ) -> None:
         """Send a request to an idle process; one that has ended is noticed when its reply is
         read."""
         self.deadline = time.monotonic() + timeout_s

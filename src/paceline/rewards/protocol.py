@@ -19,19 +19,58 @@ class SetupRequest(TypedDict):
         rewards: entries of ``rewards`` that the process computes, as in the config.
         max_completion_length: longest completion in tokens.
         timeout_s: seconds that a reward may take for the completions of a prompt.
+        environment: class of environments, as in the config; None without one.
     """
 
     rewards: list[dict[str, JsonValue]]
     max_completion_length: int
     timeout_s: float
+    environment: str | None
+
+
+class ResetRequest(TypedDict):
+    """The request to create and reset the environment of a completion.
+
+    Args:
+        session: number of the group of completions.
+        index: number of the completion in its group.
+        seed: what seeds the random numbers.
+        row: arguments of ``reset``.
+        is_first: whether the environments of earlier rollouts are no longer needed.
+    """
+
+    session: int
+    index: int
+    seed: str
+    row: dict[str, JsonValue]
+    is_first: bool
+
+
+class RequestedCall(TypedDict):
+    """A tool call that a model has written."""
+
+    name: str
+    arguments: JsonValue
+
+
+class CallRequest(TypedDict):
+    """The tool calls of a turn. ``session``, ``index`` and ``seed`` as in :class:`ResetRequest`."""
+
+    session: int
+    index: int
+    seed: str
+    calls: list[RequestedCall]
 
 
 class GroupRequest(TypedDict):
-    """The completions of a prompt. ``number`` and ``step`` seed the random numbers."""
+    """The completions of a prompt. ``number`` and ``step`` seed the random numbers. ``session`` is
+    the one of their environments; None without an environment."""
+
+    session: int | None
 
     number: int
     step: int
-    prompt: Content
+    prompts: list[Content]
     completions: list[Content]
     completion_ids: list[list[int]]
     columns: dict[str, JsonValue]
@@ -55,6 +94,28 @@ class RewardProblem(TypedDict):
     code: str
     reason: str
     line: str
+
+
+class ResetReply(TypedDict, total=False):
+    """The answer to :class:`ResetRequest`: a text for the prompt, or None; or a problem."""
+
+    observation: str | None
+    problem: RewardProblem
+
+
+class ToolResult(TypedDict):
+    """The result of a tool call, or the text of the error, if it failed."""
+
+    name: str
+    content: str
+    has_failed: bool
+
+
+class CallReply(TypedDict, total=False):
+    """The answer to :class:`CallRequest`: the result of each call, or a problem."""
+
+    results: list[ToolResult]
+    problem: RewardProblem
 
 
 class RewardReply(TypedDict, total=False):

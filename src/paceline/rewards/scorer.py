@@ -13,8 +13,9 @@ from paceline.config.schema.rewards import RewardEntry, reward_labels
 from paceline.core.errors import RunError
 from paceline.core.processes import exit_text
 from paceline.core.texts import UserText
+from paceline.rewards.environment_session import EnvironmentSession
 from paceline.rewards.failures import describe_exit, describe_hang, describe_problem
-from paceline.rewards.functions import ARGUMENTS
+from paceline.rewards.functions import ARGUMENTS, ENVIRONMENTS
 from paceline.rewards.group import CompletionGroup
 from paceline.rewards.process import RewardProcess
 from paceline.rewards.protocol import GroupRequest, RewardReply
@@ -48,9 +49,12 @@ class RewardScorer:
         self.labels = reward_labels(self.rewards)
         self._columns = [at for at, entry in enumerate(rewards) if entry.model is None]
         self._processes: list[RewardProcess] = []
+        self._sessions: dict[int, RewardProcess] = {}
+        self._num_sessions = 0
         self._warned: set[str] = set()
         try:
-            for _ in range(num_workers if self._columns else 0):
+            is_used = bool(self._columns) or settings.environment is not None
+            for _ in range(num_workers if is_used else 0):
                 self._processes.append(RewardProcess())
             self._set_up()
         except BaseException:
@@ -65,6 +69,7 @@ class RewardScorer:
                     "rewards": [entry.model_dump(mode="json") for entry in entries],
                     "max_completion_length": self.settings.max_completion_length,
                     "timeout_s": self.settings.reward_timeout_s,
+                    "environment": self.settings.environment,
                 },
                 _START_S,
             )
@@ -86,6 +91,33 @@ class RewardScorer:
                     exit=str(error),
                 ) from None
 
+    def open_sessions(self, places: Sequence[str], step: int) -> list[EnvironmentSession]:
+        """Return the environments of groups of completions, which are created when they are reset.
+        The environments of earlier calls are no longer used.
+
+        Args:
+            places: file and row of the prompt of each group, for messages.
+            step: optimizer step, for messages.
+        """
+        assert self.settings.environment is not None
+        sessions, self._sessions = [], {}
+        for at, place in enumerate(places):
+            process = self._processes[at % len(self._processes)]
+            self._num_sessions += 1
+            self._sessions[self._num_sessions] = process
+            sessions.append(
+                EnvironmentSession(
+                    process,
+                    self._num_sessions,
+                    self.settings.environment,
+                    place,
+                    step,
+                    self.settings.reward_timeout_s,
+                    is_first=at < len(self._processes),
+                )
+            )
+        return sessions
+
     def score(self, groups: Sequence[CompletionGroup], step: int) -> np.ndarray:
         """Return the rewards, float32 [groups, completions, rewards]; NaN where a function returned
         None, and for reward models.
@@ -101,7 +133,7 @@ class RewardScorer:
         num_completions = len(groups[0].completions) if groups else 0
         shape = len(groups), num_completions, len(self.rewards)
         values = np.full(shape, np.nan, dtype=np.float32)
-        if not self._processes:
+        if not self._columns:
             return values
         try:
             for index, replies in self._compute(groups, step):
@@ -147,13 +179,24 @@ class RewardScorer:
         step: int,
     ) -> None:
         """Send the next group to an idle process, if there is one."""
-        process.index, process.replies = waiting.pop() if waiting else None, []
+        process.index, process.replies = self._take(process, groups, waiting), []
         if process.index is not None:
             try:
                 request = self._request(groups[process.index], step)
                 process.send(request, self.settings.reward_timeout_s)
             except TimeoutError:
                 raise self._hang(process, groups, step) from None
+
+    def _take(
+        self, process: RewardProcess, groups: Sequence[CompletionGroup], waiting: list[int]
+    ) -> int | None:
+        """Remove the next group that a process can score: one whose environments it has, or one
+        without environments."""
+        for at in reversed(range(len(waiting))):
+            session = groups[waiting[at]].session
+            if session is None or self._sessions[session] is process:
+                return waiting.pop(at)
+        return None
 
     def _read(self, process: RewardProcess, groups: Sequence[CompletionGroup], step: int) -> None:
         """Read the replies that have arrived from a process."""
@@ -199,7 +242,8 @@ class RewardScorer:
         return None if process.index is None else groups[process.index]
 
     def _request(self, group: CompletionGroup, step: int) -> GroupRequest:
-        replaced = [name for name in ARGUMENTS if name in group.columns]
+        names = ARGUMENTS if group.session is None else (*ARGUMENTS, ENVIRONMENTS)
+        replaced = [name for name in names if name in group.columns]
         for name in replaced:
             if name not in self._warned:
                 self._warned.add(name)
@@ -219,7 +263,8 @@ class RewardScorer:
         return {
             "number": group.number,
             "step": step,
-            "prompt": group.prompt,
+            "session": group.session,
+            "prompts": group.prompts or [group.prompt] * len(group.completions),
             "completions": group.completions,
             "completion_ids": group.completion_ids,
             "columns": columns,

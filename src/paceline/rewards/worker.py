@@ -5,9 +5,7 @@ It ends with the rank. What the functions print goes to the standard error, like
 an exception that they raise.
 """
 
-import asyncio
 import faulthandler
-import inspect
 import json
 import logging
 import os
@@ -16,20 +14,22 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
-from functools import cache
-from pathlib import Path
-from typing import BinaryIO, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
 
 from paceline.config.schema.rewards import RewardEntry
 from paceline.core.errors import ConfigError
 from paceline.core.processes import end_with_parent
 from paceline.core.user_code import error_summary
 from paceline.rewards.builtin import build_reward
+from paceline.rewards.environment_host import EnvironmentHost, awaited, line_of
 from paceline.rewards.functions import file_of, load_function
 from paceline.rewards.protocol import (
     WHERE_SIGNAL,
+    CallReply,
     GroupRequest,
+    ResetReply,
     RewardProblem,
     RewardReply,
     SetupReply,
@@ -38,6 +38,16 @@ from paceline.rewards.protocol import (
 from paceline.rewards.values import BadRewards, check_values
 
 Reward = Callable[..., object]
+#: The argument `environments` of reward functions; empty without an environment.
+Environments = dict[str, list[object]]
+
+
+@dataclass
+class _Loaded:
+    """The rewards and the environments of a process. ``host`` is None without an environment."""
+
+    rewards: list[Reward]
+    host: EnvironmentHost | None = None
 
 
 def main(fd: int) -> None:
@@ -56,36 +66,55 @@ def main(fd: int) -> None:
     with socket.socket(fileno=fd) as connection, connection.makefile("rwb") as file:
         stream = cast(BinaryIO, file)
         first = stream.readline()
-        rewards = _set_up(json.loads(first), stream) if first else None
-        while rewards is not None and (line := stream.readline()):
-            _answer(line, rewards, stream)
+        loaded = _set_up(json.loads(first), stream) if first else None
+        while loaded is not None and (line := stream.readline()):
+            _answer(line, loaded, stream)
 
 
-def _set_up(request: SetupRequest, stream: BinaryIO) -> list[Reward] | None:
-    """Load the rewards; None if one cannot be loaded."""
-    reply, rewards = SetupReply(error=None), []
+def _set_up(request: SetupRequest, stream: BinaryIO) -> _Loaded | None:
+    """Load the rewards and the environment; None if one cannot be loaded."""
+    reply, loaded = SetupReply(error=None), _Loaded([])
     try:
         for values in request["rewards"]:
             entry = RewardEntry.model_validate(values)
             if entry.function is not None:
-                rewards.append(load_function(entry.function))
+                loaded.rewards.append(load_function(entry.function))
                 continue
             settings = request["max_completion_length"], request["timeout_s"]
-            rewards.append(build_reward(entry, *settings))
+            loaded.rewards.append(build_reward(entry, *settings))
+        if request["environment"] is not None:
+            max_tokens = request["max_completion_length"]
+            loaded.host = EnvironmentHost(request["environment"], max_tokens)
     except ConfigError as error:
         reply["error"] = error.record()
     _send(stream, reply)
-    return None if reply["error"] else rewards
+    return None if reply["error"] else loaded
 
 
-def _answer(line: bytes, rewards: list[Reward], stream: BinaryIO) -> None:
-    """Send the values of each reward, up to the first one that has none."""
-    for reward in rewards:
+def _answer(line: bytes, loaded: _Loaded, stream: BinaryIO) -> None:
+    """Send the answer to a request to an environment; or the values of each reward, up to the first
+    one that has none."""
+    request: Any = json.loads(line)
+    if loaded.host is not None and "row" in request:
+        _send(stream, loaded.host.reset(request))
+    elif loaded.host is not None and "calls" in request:
+        _send(stream, loaded.host.call(request))
+    else:
+        _send_values(line, loaded, stream)
+
+
+def _send_values(line: bytes, loaded: _Loaded, stream: BinaryIO) -> None:
+    session = json.loads(line)["session"]
+    environments: Environments = {}
+    if loaded.host is not None and session is not None:
+        environments = {"environments": loaded.host.take(session)}
+    for reward in loaded.rewards:
         request: GroupRequest = json.loads(line)  # a function may change what it gets
         count = len(request["completions"])
         reply: RewardReply
         try:
-            reply = {"values": check_values(_call(reward, request, count), count)}
+            returned = _call(reward, request, count, environments)
+            reply = {"values": check_values(returned, count)}
         except BadRewards as error:
             reply = {"problem": error.problem}
         except BaseException as error:
@@ -96,39 +125,27 @@ def _answer(line: bytes, rewards: list[Reward], stream: BinaryIO) -> None:
             return
 
 
-def _call(reward: Reward, request: GroupRequest, count: int) -> object:
+def _call(reward: Reward, request: GroupRequest, count: int, environments: Environments) -> object:
     # Rewards with random numbers do not depend on the process that computes them.
     random.seed(f"{request['step']} {request['number']}")
     returned = reward(
         **{name: [value] * count for name, value in request["columns"].items()},
-        prompts=[request["prompt"]] * count,
+        **environments,
+        prompts=request["prompts"],
         completions=request["completions"],
         completion_ids=request["completion_ids"],
         step=request["step"],
     )
-    return _loop().run(_wait(returned)) if inspect.isawaitable(returned) else returned
-
-
-@cache
-def _loop() -> asyncio.Runner:
-    """Return the event loop, which connections that a function keeps belong to."""
-    return asyncio.Runner()
-
-
-async def _wait(returned: Awaitable[object]) -> object:
-    return await returned
+    return awaited(returned)
 
 
 def _raised(error: BaseException, file: str) -> RewardProblem:
     """Describe an exception with the last line of the user's file, or else the last line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename) == Path(file)]
-    frame = (own or frames)[-1]
-    line = f"{frame.filename}, line {frame.lineno}" + (f": `{frame.line}`" if frame.line else "")
+    line = line_of(error, file)
     return {"code": "reward-function-failed", "reason": error_summary(error), "line": line}
 
 
-def _send(stream: BinaryIO, reply: SetupReply | RewardReply) -> None:
+def _send(stream: BinaryIO, reply: SetupReply | RewardReply | ResetReply | CallReply) -> None:
     stream.write(json.dumps(reply).encode() + b"\n")
     stream.flush()
 

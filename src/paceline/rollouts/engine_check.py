@@ -25,6 +25,8 @@ def check_engine(config: Config) -> None:
         ConfigError: it cannot, or it is not installed.
     """
     engine = config.grpo.engine_used
+    if config.grpo.environment is not None and engine != "generate":
+        raise _unsupported(config, "completions with an environment are generated turn by turn")
     if engine == "vllm":
         _check_vllm(config)
     elif engine == "continuous_batching":

@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomic
-from paceline.rollouts.decoding import Completion
+from paceline.rollouts.decoding import Completion, Episode
 
 #: Name of the folder of the files in the folder of a run.
 FOLDER = "rollouts"
@@ -42,6 +42,12 @@ class RolloutGroup:
     scores: np.ndarray
     texts: list[str] = field(default_factory=list)
     prompt_text: str = ""
+
+    def prompt_of(self, completion: Completion) -> list[int]:
+        """Return the token ids of the prompt of a completion, to which an environment may have
+        added."""
+        own = None if completion.episode is None else completion.episode.prompt_ids
+        return self.prompt_ids if own is None else own
 
 
 @dataclass
@@ -68,12 +74,30 @@ class Rollout:
     num_skipped: int = 0
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether the completions come from an environment."""
+        return any(each.episode is not None for _, each in self.completions)
+
+    @property
     def completions(self) -> list[tuple[RolloutGroup, Completion]]:
         """The completions of all groups, with their groups."""
         return [(group, completion) for group in self.groups for completion in group.completions]
 
 
-class CompletionRecord(TypedDict):
+class ToolFields(TypedDict, total=False):
+    """The fields of a line that only completions of an environment have.
+
+    Attributes:
+        loss_mask: 1 for each token that the model has drawn, 0 for the others.
+        tool_calls, tool_failures: number of the tool calls, and of those that failed.
+    """
+
+    loss_mask: list[int]
+    tool_calls: int
+    tool_failures: int
+
+
+class CompletionRecord(ToolFields):
     """A line of a file.
 
     Attributes:
@@ -125,7 +149,7 @@ def records_of(rollout: Rollout, names: Sequence[str]) -> list[CompletionRecord]
         {
             "prompt": group.prompt,
             "index": index,
-            "prompt_ids": group.prompt_ids,
+            "prompt_ids": group.prompt_of(completion),
             "completion_ids": completion.ids,
             "logprobs": completion.logps,
             "rewards": {
@@ -137,10 +161,22 @@ def records_of(rollout: Rollout, names: Sequence[str]) -> list[CompletionRecord]
             "truncated": completion.is_truncated,
             "prompt_text": group.prompt_text,
             "completion": group.texts[index] if group.texts else "",
+            **_tool_fields(completion),
         }
         for number, group in enumerate(rollout.groups)
         for index, completion in enumerate(group.completions)
     ]
+
+
+def _tool_fields(completion: Completion) -> ToolFields:
+    episode = completion.episode
+    if episode is None:
+        return {}
+    return {
+        "loss_mask": [int(has_loss) for has_loss in episode.loss_mask],
+        "tool_calls": episode.num_calls,
+        "tool_failures": episode.num_failures,
+    }
 
 
 def read_groups(path: Path, names: Sequence[str], num_generations: int) -> list[RolloutGroup]:
@@ -217,22 +253,36 @@ def _group_of(
         raise ValueError(
             f"the prompt {first['prompt']} does not have {num_generations} completions"
         )
-    completions = [
-        Completion(record["completion_ids"], record["logprobs"], record["truncated"])
-        for record in records
-    ]
-    for completion in completions:
-        if not completion.ids or len(completion.ids) != len(completion.logps):
-            raise ValueError("a completion needs as many log-probabilities as tokens")
+    prompt_ids = [int(token) for token in first["prompt_ids"]]
+    completions = [_completion_of(record, prompt_ids) for record in records]
     scores = [[_number(record["rewards"][name]) for name in names] for record in records]
     return RolloutGroup(
         int(first["prompt"]),
-        [int(token) for token in first["prompt_ids"]],
+        prompt_ids,
         completions,
         np.array(scores, dtype=np.float32).reshape(len(records), len(names)),
         [str(record.get("completion", "")) for record in records],
         str(first.get("prompt_text", "")),
     )
+
+
+def _completion_of(record: CompletionRecord, prompt_ids: list[int]) -> Completion:
+    """Return a completion. ``prompt_ids``: the prompt of the first one of its group."""
+    completion = Completion(record["completion_ids"], record["logprobs"], record["truncated"])
+    if not completion.ids or len(completion.ids) != len(completion.logps):
+        raise ValueError("a completion needs as many log-probabilities as tokens")
+    own = [int(token) for token in record["prompt_ids"]]
+    if "loss_mask" in record:
+        mask = [bool(has_loss) for has_loss in record["loss_mask"]]
+        if len(mask) != len(completion.ids) or not any(mask):
+            raise ValueError("`loss_mask` needs as many values as tokens, and one that is 1")
+        completion.episode = Episode(
+            mask,
+            int(record.get("tool_calls", 0)),
+            int(record.get("tool_failures", 0)),
+            prompt_ids=None if own == prompt_ids else own,
+        )
+    return completion
 
 
 def _finite(value: float) -> float | None:

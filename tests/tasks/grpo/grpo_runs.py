@@ -24,13 +24,20 @@ def write_rewards(folder: Path) -> Path:
 
 
 def record_rollouts(
-    folder: Path, eos: int, num_iterations: int, with_nulls: bool, noise: float = 0.0
+    folder: Path,
+    eos: int,
+    num_iterations: int,
+    with_nulls: bool,
+    noise: float = 0.0,
+    with_masks: bool = False,
 ) -> list[Any]:
     """Write rollouts with random completions and rewards; return the records of all of them.
 
     Args:
+        with_nulls: whether some rewards are missing.
         noise: largest difference between the recorded log-probabilities and those of a model that
             prefers no token.
+        with_masks: whether some tokens carry no loss, as the results of tools.
     """
     around = -math.log(8192) if noise else -5.0
     numbers = random.Random(0)
@@ -49,6 +56,7 @@ def record_rollouts(
                 rewards = {name: round(numbers.random(), 3) for name in NAMES}
                 if with_nulls and index == 1:
                     rewards = dict.fromkeys(NAMES) if prompt % 2 else {**rewards, "first": None}
+                mask = [int(numbers.random() < 0.6 or not at) for at in range(length)]
                 lines.append(
                     {
                         "prompt": prompt,
@@ -61,6 +69,7 @@ def record_rollouts(
                         ],
                         "rewards": rewards,
                         "truncated": is_truncated,
+                        **({"loss_mask": mask} if with_masks else {}),
                     }
                 )
         name = f"step-{rollout * num_iterations + 1:08d}.jsonl"
@@ -96,9 +105,10 @@ def trl_steps(
 
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
         found = chosen(prompts)
-        return {
-            name: [each[name] for each in found] for name in ("prompt_ids", "completion_ids")
-        } | {"logprobs": [each["logprobs"] for each in found]}
+        names = {name: name for name in ("prompt_ids", "completion_ids", "logprobs")}
+        if "loss_mask" in found[0]:
+            names["env_mask"] = "loss_mask"
+        return {name: [each[key] for each in found] for name, key in names.items()}
 
     def reward(name: str) -> Any:
         def function(prompts: list[str], **columns: Any) -> list[float | None]:

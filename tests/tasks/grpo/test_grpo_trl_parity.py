@@ -43,14 +43,33 @@ FIGURES = {
 }
 
 
+#: Cases in which some tokens carry no loss.
+MASKED: list[dict[str, Any]] = [
+    {"num_iterations": 2, "beta": 0.04},
+    {"num_iterations": 2, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+    {"loss_type": "dr_grpo", "mask_truncated_completions": True},
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("settings", MASKED, ids=lambda value: str(value)[:60])
+def test_tokens_without_loss_agree_with_trl(settings: dict[str, Any], tmp_path: Path) -> None:
+    compare("grpo", settings, tmp_path, with_masks=True)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("task", "settings"), CASES, ids=lambda value: str(value)[:60])
 def test_first_steps_agree_with_trl(task: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    compare(task, settings, tmp_path)
+
+
+def compare(task: str, settings: dict[str, Any], tmp_path: Path, with_masks: bool = False) -> None:
+    """Train on the same completions with both tools, and compare the figures of each step."""
     model = make_model(tmp_path / "model", "llama")
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     iterations = settings.get("num_iterations", 1)
     replay = tmp_path / "replay"
-    records = record_rollouts(replay, config["eos_token_id"], iterations, with_nulls=True)
+    records = record_rollouts(replay, config["eos_token_id"], iterations, True, with_masks)
     expected, their_advantages = trl_steps(task, model, records, tmp_path / "trl", **settings)
     keys = [f"grpo.{name}={json.dumps(value)}" for name, value in settings.items()]
     keys += ["parallel.num_gpus=2", f"per_device_train_batch_size={BATCH // 2}"]

@@ -182,6 +182,8 @@ class RolloutReader:
         if named_method(name, value) is not None:
             return {"task": self.task}
         if name in self.tables["keys"]:
+            if name == "max_tool_calling_iterations" and isinstance(value, int):
+                value += 1  # the model writes a turn after the last calls
             return {self.tables["keys"][name]: value}
         if name in self.tables["switches"]:
             switch = self.tables["switches"][name]

@@ -23,7 +23,10 @@ REWARDS: dict[str, tuple[str, ...]] = {
     "cosine": ("column", "after", "max_length", "unit", "correct", "wrong"),
     "length": ("column", "after"),
     "repetition": ("ngram_size", "max_penalty"),
+    "environment": (),
 }
+#: The built-in reward that an environment computes.
+OF_ENVIRONMENT = "environment"
 #: The rewards that compare mathematical expressions.
 MATH_REWARDS = ("math", "cosine", "length")
 #: The options that a built-in reward cannot do without.
@@ -200,10 +203,15 @@ def _check_values(number: int, fields: Mapping[str, JsonValue]) -> None:
     for key, value in fields.items():
         if key in _RULES and not _RULES[key].accepts(value):
             raise _invalid(number, key, value, _RULES[key].form)
-    location, _, name = str(fields.get("function", "./file.py:name")).strip().rpartition(":")
-    if not location or not name.isidentifier():
+    if not names_object(str(fields.get("function", "./file.py:name"))):
         form = "./file.py:NAME or package.module:NAME"
         raise _invalid(number, "function", fields["function"], form)
+
+
+def names_object(text: str) -> bool:
+    """Return whether a text has the form ``LOCATION:NAME``."""
+    location, _, name = text.strip().rpartition(":")
+    return bool(location) and name.isidentifier()
 
 
 def _check_options(number: int, kind: str, fields: Mapping[str, JsonValue]) -> None:

@@ -20,6 +20,7 @@ from paceline.data.kinds.registry import load_kind
 from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
 from paceline.data.sources.rows import MalformedRow
+from paceline.data.text.chats.environment_tools import tools_of
 from paceline.data.text.columns import Tally
 from paceline.data.text.templates import template_choice
 from paceline.data.text.tokenizer import load_tokenizer
@@ -120,7 +121,15 @@ def make_setup(
     text, notices = template.choose(tokenizer)
     for_tools, specs = template.for_tools(tokenizer), tuple(source.spec for source in sources)
     setup = KindSetup(
-        config, kind, folder, tokenizer, text, for_tools, template.arguments, sources=specs
+        config,
+        kind,
+        folder,
+        tokenizer,
+        text,
+        for_tools,
+        template.arguments,
+        sources=specs,
+        tools=tools_of(config) if kind == "prompts" else (),
     )
     return setup, notices
 

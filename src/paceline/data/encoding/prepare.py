@@ -24,6 +24,7 @@ from paceline.data.kinds.registry import kind_key
 from paceline.data.order.build import SourceSize, first_shares, source_sizes
 from paceline.data.sources.names import names_of, with_names
 from paceline.data.sources.resolve import open_source
+from paceline.data.text.chats.environment_tools import tools_of
 from paceline.data.text.new_tokens import ResolveModel, config_tokenizer
 from paceline.data.text.templates import template_key
 from paceline.data.text.token_columns import Column
@@ -291,6 +292,7 @@ class TokenEntry:
                 ],
                 **({"images": _image_settings(config, tokenizer)} if kind == "vision" else {}),
                 **({"completion": config.grpo.max_completion_length} if kind == "prompts" else {}),
+                **({"tools": tools} if kind == "prompts" and (tools := tools_of(config)) else {}),
             }
         )
         self.folder = cache_dir() / "tokens" / key

@@ -87,6 +87,7 @@ class KindSetup:
         for_tools: source of the template for chats with tools, if it is a different one.
         arguments: values of variables that the template reads.
         sources: the settings of each source.
+        tools: descriptions of the tools that each prompt offers.
         cuts_documents: whether a document becomes several samples; otherwise it is truncated as
             any other sample.
     """
@@ -100,6 +101,7 @@ class KindSetup:
     arguments: Mapping[str, JsonValue] = field(default_factory=dict)
     sources: tuple[DatasetSource, ...] = ()
     cuts_documents: bool = True
+    tools: tuple[Row, ...] = ()
 
     def __getstate__(self) -> object:
         is_python = self.tokenizer is not None and self.tokenizer.python is not None

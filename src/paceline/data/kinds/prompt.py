@@ -129,7 +129,8 @@ class PromptKind(DocumentKind):
         system = self.config.system
         if system and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": system}, *prompt]
-        return self.template.render(prompt, add_generation_prompt=True)
+        tools = [*self.setup.tools] or None
+        return self.template.render(prompt, add_generation_prompt=True, tools=tools)
 
     def fit(self, encoded: Encoded, counts: RowCounts, place: Place) -> Iterator[Encoded]:
         """Yield a prompt with its row, unless it is too long."""

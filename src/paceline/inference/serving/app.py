@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.server.access import OwnAddress
+from paceline.data.text.chats.message_parser import MessageParser
 from paceline.inference.engine.answer_text import TokenSpelling
 from paceline.inference.engine.engine import (
     AnswerEnd,
@@ -24,7 +25,6 @@ from paceline.inference.engine.engine import (
     GenerationRequest,
 )
 from paceline.inference.serving.access import ServerAccess
-from paceline.inference.serving.message_parser import MessageParser
 from paceline.inference.serving.prompts import (
     chat_tools,
     encode_chat,
@@ -102,7 +102,7 @@ class InferenceServer:
         prompt = encode_chat(self.engine, fields)
         encoder = self.engine.encoder(fields.model)
         text = str(encoder.tokenizer.decode(prompt.tokens))
-        return prompt, MessageParser(encoder, text, chat_tools(fields))
+        return prompt, encoder.parser(text, chat_tools(fields))
 
     async def completion(self, request: Request) -> Response:
         """Answer ``/v1/completions``."""

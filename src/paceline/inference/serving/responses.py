@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
+from paceline.data.text.chats.message_parser import CalledTool, MessageParser, MessagePart
 from paceline.inference.engine.answer_text import TokenSpelling
 from paceline.inference.engine.engine import AnswerEnd, AnswerPart, GeneratedToken
-from paceline.inference.serving.message_parser import CalledTool, MessageParser, MessagePart
 
 Json = dict[str, JsonValue]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.config.schema.grpo import Grpo
-from paceline.config.schema.rollout_engine import CorrectionMode
+from paceline.config.schema.grpo import CorrectionMode, Grpo
 from paceline.tasks.grpo.tokens import CompletionTokens, Metric
 
 

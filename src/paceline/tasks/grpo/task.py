@@ -15,14 +15,16 @@ from paceline.config.schema.rewards import reward_labels
 from paceline.core.errors import ConfigError
 from paceline.core.texts import UserText
 from paceline.data.collate import MetricSums, TokenBatch, collate_packed, collate_padded
+from paceline.data.encoding.chunks import make_setup
 from paceline.data.encoding.prepare import PreparedTokens, prepare_tokens, text_kind
-from paceline.data.kinds.prompt import ROW, read_row
+from paceline.data.kinds.prompt import ROW, PromptKind, read_row
+from paceline.data.text.new_tokens import config_tokenizer
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.head.softmax import IGNORED
 from paceline.models.transforms.parameters import disable_dropout
-from paceline.rewards.functions import check_reward_sources, needed_columns
+from paceline.rewards.functions import check_reset, check_reward_sources, needed_columns
 from paceline.rollouts.advantages import AdvantageRule
 from paceline.rollouts.engine_check import check_engine, check_engine_of_model, engine_notices
 from paceline.rollouts.records import (
@@ -35,6 +37,7 @@ from paceline.tasks.base import Notice, Prepared
 from paceline.tasks.grpo.correction import ProbabilityCorrection
 from paceline.tasks.grpo.objective import GroupObjective, LeaveOneOutObjective, Objective
 from paceline.tasks.grpo.tokens import CompletionTokens
+from paceline.tasks.grpo.tool_turns import ToolTurns
 from paceline.tasks.sequences import SequenceTask
 
 
@@ -255,9 +258,27 @@ class GrpoTask(SequenceTask):
             groups = read_groups(path, labels, settings.num_generations)
             check_num_groups(path, len(groups), global_batch_size // settings.num_generations)
 
+    def tool_turns(self, folder: Path) -> tuple[PromptKind, ToolTurns]:
+        """Return what converts prompts with tools to tokens, and the turns after them.
+
+        Args:
+            folder: folder of the tokenizer.
+
+        Raises:
+            ConfigError: the chat template does not support tools.
+        """
+        setup, _ = make_setup(self.config, text_kind(self.config), folder, ())
+        kind = PromptKind(setup)
+        ends = self.stop_tokens(folder)
+        source = setup.for_tools or setup.template
+        turns = ToolTurns(folder, kind.tokenizer, kind.template, source, setup.tools, ends)
+        return kind, turns
+
     def prepare(self) -> Prepared:
         """Tokenize the prompts, or find them in the token cache."""
         kind = text_kind(self.config)
+        if self.config.grpo.environment is not None:
+            self.tool_turns(config_tokenizer(self.config, resolve_model))
         tokens = prepare_tokens(self.config, kind, resolve_model, self.num_prepare_workers)
         of_samples = self._prepared_from(tokens)
         self._check_columns(tokens)
@@ -273,13 +294,15 @@ class GrpoTask(SequenceTask):
         )
 
     def _check_columns(self, tokens: PreparedTokens) -> None:
-        """Check that the first rows have the columns of the rewards."""
-        needed = needed_columns(self.config)
-        for dataset in tokens.open((ROW,)) if needed else ():
+        """Check that the first rows have the columns of the rewards and of the environment."""
+        needed, environment = needed_columns(self.config), self.config.grpo.environment
+        for dataset in tokens.open((ROW,)) if needed or environment else ():
             if dataset is None:
                 continue
             count = min(len(dataset), _CHECKED_ROWS)
             known = {name for index in range(count) for name in read_row(dataset, index).columns}
+            if environment is not None:
+                check_reset(environment, known)
             for name in needed:
                 if name not in known:
                     raise ConfigError(
@@ -294,7 +317,8 @@ class GrpoTask(SequenceTask):
 
     def metric_names(self, prepared: Prepared) -> list[str]:
         rewards = (f"rewards/{label}" for label in reward_labels(self.config.rewards))
-        return ["loss", "reward", "completion_length", "truncated", *rewards]
+        of_tools = ("tool_calls", "tool_failures") if self.config.grpo.environment else ()
+        return ["loss", "reward", "completion_length", "truncated", *of_tools, *rewards]
 
     # -- on every rank
     def build_datasets(self) -> tuple[CompletionRows, CompletionRows | None]:

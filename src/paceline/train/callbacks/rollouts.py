@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.core.report import RolloutFigures
 from paceline.rollouts.advantages import deviations, have_equal_rewards
+from paceline.rollouts.decoding import tool_figures
 from paceline.rollouts.records import (
     FOLDER,
     Rollout,
@@ -100,7 +101,7 @@ def figures_of(rollout: Rollout, data: RolloutPipeline) -> RolloutFigures:
     """Return the figures of a step that trains on a rollout."""
     scores = np.concatenate([group.scores for group in rollout.groups])
     completions = [completion for _, completion in rollout.completions]
-    return {
+    figures: RolloutFigures = {
         "reward": _mean(rollout.rewards),
         "reward_std": float(deviations(rollout.rewards).mean()),
         "rewards": {
@@ -113,6 +114,9 @@ def figures_of(rollout: Rollout, data: RolloutPipeline) -> RolloutFigures:
         "rollout_s": data.times.rollout_s,
         "reward_s": data.times.reward_s,
     }
+    if rollout.calls_tools:
+        figures["tool_calls"], figures["tool_failures"] = tool_figures(completions)
+    return figures
 
 
 def mean_figures(steps: list[RolloutFigures]) -> RolloutFigures:

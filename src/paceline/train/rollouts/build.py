@@ -10,11 +10,13 @@ from paceline.distributed.timing.progress import PROGRESS
 from paceline.models.blocks import base_model
 from paceline.rollouts.sampling import Sampling
 from paceline.tasks.grpo.task import CompletionRows, GrpoTask
-from paceline.train.rollouts.engines.base import CompletionLimits
+from paceline.train.rollouts.engines.base import CompletionEngine, CompletionLimits
 from paceline.train.rollouts.engines.build import build_engine
+from paceline.train.rollouts.engines.generation import RolloutGenerator
 from paceline.train.rollouts.order import CompletionOrder
 from paceline.train.rollouts.pipeline import RolloutPipeline
 from paceline.train.rollouts.scoring import GroupScorer
+from paceline.train.rollouts.turns import TurnGenerator
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import TrainComponents
 
@@ -61,6 +63,7 @@ def build_rollout_pipeline(
     )
     generator = build_engine(config, components, PROGRESS, limits, task.picks_logits)
     num_ranks = world.env.local_world_size
+    scorer = GroupScorer(config, text_of, tokenizer.decode, world.device, num_ranks, PROGRESS)
     return RolloutPipeline(
         config,
         components,
@@ -69,11 +72,24 @@ def build_rollout_pipeline(
         order,
         options,
         generator,
-        GroupScorer(config, text_of, tokenizer.decode, world.device, num_ranks, PROGRESS),
+        scorer,
         PROGRESS,
+        _build_turns(task, folder, generator, scorer),
         last_step=spec.derived.steps,
         accumulation=accumulation,
     )
+
+
+def _build_turns(
+    task: GrpoTask, folder: Path, generator: CompletionEngine, scorer: GroupScorer
+) -> TurnGenerator | None:
+    """Return what generates completions with tools; None without an environment."""
+    settings = task.config.grpo
+    if settings.environment is None:
+        return None
+    assert isinstance(generator, RolloutGenerator), "check_engine has refused other engines"
+    kind, tool_turns = task.tool_turns(folder)
+    return TurnGenerator(generator, scorer, kind, tool_turns, settings, PROGRESS)
 
 
 def _end_ids(task: GrpoTask, components: TrainComponents, folder: Path) -> frozenset[int]:

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from paceline.rollouts.decoding import tool_figures
 from paceline.train.evaluation import EvalResult
 from paceline.train.rollouts.pipeline import RolloutPipeline
 
@@ -27,6 +28,9 @@ def evaluate_rewards(data: RolloutPipeline) -> EvalResult:
         "completion_length": float(np.mean([len(each.ids) for each in completions])),
         "truncated": float(np.mean([each.is_truncated for each in completions])),
     }
+    if any(each.episode is not None for each in completions):
+        calls, failures = tool_figures(completions)
+        metrics["tool_calls"], metrics["tool_failures"] = calls, failures or 0.0
     for number, name in enumerate(data.scorer.names):
         metrics[f"rewards/{name}"] = _mean(scores[:, number])
     seconds = time.perf_counter() - started

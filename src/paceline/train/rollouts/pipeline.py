@@ -46,6 +46,7 @@ from paceline.train.rollouts.engines.base import CompletionEngine, PromptTokens
 from paceline.train.rollouts.order import CompletionOrder
 from paceline.train.rollouts.reference import ReferenceWeights
 from paceline.train.rollouts.scoring import GroupScorer
+from paceline.train.rollouts.turns import TurnGenerator
 from paceline.train.state import TrainComponents
 
 #: With dynamic sampling, how often prompts are drawn for a step before it trains on fewer.
@@ -66,6 +67,7 @@ class RolloutPipeline(DataPipeline):
     Args:
         components: the model and its strategy, with the initial weights.
         generator: generates completions.
+        turns: generates completions with tools; None without an environment.
         scorer: computes rewards.
 
     Attributes:
@@ -89,6 +91,7 @@ class RolloutPipeline(DataPipeline):
         generator: CompletionEngine,
         scorer: GroupScorer,
         progress: ProgressTracker,
+        turns: TurnGenerator | None = None,
         *,
         last_step: int,
         accumulation: int,
@@ -109,7 +112,7 @@ class RolloutPipeline(DataPipeline):
         )
         self.settings, self.components = config.grpo, components
         self.comm, self.progress = strategy.world, progress
-        self.generator, self.scorer = generator, scorer
+        self.generator, self.turns, self.scorer = generator, turns, scorer
         self.reference = ReferenceWeights(strategy) if self.task.needs_reference else None
         self.rollout: Rollout | None = None
         self.times = RolloutTimes()
@@ -219,15 +222,21 @@ class RolloutPipeline(DataPipeline):
         """
         count = num_completions or self.settings.num_generations
         tokens = [prompt_tokens(dataset.prompts, int(number)) for number in prompts]
+        # The number of the next update, as in events and in the name of the rollout's file.
+        update = self._step + 1
         with self.progress.during("rollout"):
-            completions = self.generator.generate(tokens, purpose, step, count)
+            if self.turns is None:
+                completions = self.generator.generate(tokens, purpose, step, count)
+            else:
+                completions = self.turns.generate(
+                    dataset.prompts, tokens, purpose, step, count, update
+                )
         with self.progress.during("rewards"):
             rows = [
                 (tokens[position], read_row(dataset.prompts, tokens[position].number))
                 for position in completions
             ]
-            # The number of the next update, as in events and in the name of the rollout's file.
-            own = self.scorer.score(rows, list(completions.values()), self._step + 1)
+            own = self.scorer.score(rows, list(completions.values()), update)
         with uncounted():
             by_rank = self.comm.gather_objects(dict(zip(completions, own, strict=True)))
         groups = {position: group for part in by_rank for position, group in part.items()}
@@ -241,7 +250,7 @@ class RolloutPipeline(DataPipeline):
         numbers = np.arange(len(completions))
         parts = self.num_replicas * self.accumulation
         if self.task.packed:
-            sizes = [len(group.prompt_ids) + len(each.ids) for group, each in completions]
+            sizes = [len(group.prompt_of(each)) + len(each.ids) for group, each in completions]
             shares = split_by_length(numbers, np.array(sizes), parts)
         else:
             shares = split_even(numbers, parts)
@@ -255,14 +264,15 @@ class RolloutPipeline(DataPipeline):
 
     def _sample(self, rollout: Rollout, number: int) -> CompletionSample:
         group, completion = rollout.completions[number]
-        ids = np.array([*group.prompt_ids, *completion.ids], dtype=np.int32)
+        prompt = group.prompt_of(completion)
+        ids = np.array([*prompt, *completion.ids], dtype=np.int32)
         is_left_out = self.settings.mask_truncated_completions and completion.is_truncated
         sample: CompletionSample = {
             "input_ids": ids,
-            "labels_mask": np.arange(len(ids)) >= len(group.prompt_ids),
+            "labels_mask": np.array([*[False] * len(prompt), *completion.loss_mask]),
             "advantage": float(rollout.advantages.flat[number]),
             "has_loss": not is_left_out,
-            "sampled_logps": completion.logps,
+            "sampled_logps": completion.drawn_logps,
         }
         if rollout.old_logps is not None:
             sample["old_logps"] = rollout.old_logps[number]

@@ -14,6 +14,7 @@ from paceline.config.schema.rewards import RewardEntry, reward_labels
 from paceline.data.kinds.prompt import PromptRow
 from paceline.distributed.devices import cpu_cores
 from paceline.distributed.timing.progress import ProgressTracker
+from paceline.rewards.environment_session import EnvironmentSession
 from paceline.rewards.group import CompletionGroup, Content
 from paceline.rewards.reward_model import RewardModel
 from paceline.rewards.scorer import RewardScorer
@@ -23,6 +24,8 @@ from paceline.train.rollouts.engines.base import PromptTokens
 
 #: Largest number of processes that compute rewards for a rank, if the config sets none.
 _MAX_WORKERS = 8
+#: Seconds that the start of the processes may take until the other ranks worry.
+_START_S = 360.0
 
 
 class GroupScorer:
@@ -79,6 +82,9 @@ class GroupScorer:
             for (tokens, row), group, of_group in zip(prompts, completions, texts, strict=True)
         ]
         scores = self._scores(groups, step)
+        for completion in (each for group in completions for each in group):
+            if completion.episode is not None:
+                completion.episode.forget()
         self.spent_s += time.perf_counter() - started
         return [
             RolloutGroup(
@@ -93,6 +99,12 @@ class GroupScorer:
                 prompts, completions, scores, texts, strict=True
             )
         ]
+
+    def open_sessions(self, places: Sequence[str], step: int) -> list[EnvironmentSession]:
+        """Return the environments of groups of completions, as
+        :meth:`~paceline.rewards.scorer.RewardScorer.open_sessions` does."""
+        with self.progress.patient(_START_S):
+            return self._processes.open_sessions(places, step)
 
     def _scores(self, groups: Sequence[CompletionGroup], step: int) -> np.ndarray:
         """Return the rewards, float32 [groups, completions, rewards]."""
@@ -124,6 +136,11 @@ class GroupScorer:
             self._models[number] = RewardModel(str(reward.model), self.device)
         return self._models[number]
 
+    def kill(self) -> None:
+        """End the processes at once."""
+        if self._scorer is not None:
+            self._scorer.kill()
+
     def close(self) -> None:
         """End the processes."""
         if self._scorer is not None:
@@ -135,6 +152,18 @@ def _group_of(
     row: PromptRow, tokens: PromptTokens, completions: Sequence[Completion], texts: Sequence[str]
 ) -> CompletionGroup:
     is_chat = not isinstance(row.prompt, str)
+    episodes = [each.episode for each in completions if each.episode is not None]
+    if episodes:
+        return CompletionGroup(
+            number=tokens.number,
+            place=row.place,
+            prompt=cast("Content", episodes[0].prompt),
+            completions=[cast("Content", episode.messages) for episode in episodes],
+            completion_ids=[completion.ids for completion in completions],
+            columns=row.columns,
+            prompts=[cast("Content", episode.prompt) for episode in episodes],
+            session=episodes[0].session,
+        )
     return CompletionGroup(
         number=tokens.number,
         place=row.place,

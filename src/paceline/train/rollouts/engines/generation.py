@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
+import torch
 
 from paceline.core.files import human_bytes
 from paceline.core.texts import UserText
@@ -22,6 +22,7 @@ from paceline.train.rollouts.engines.base import (
     PromptTokens,
     count_without_room,
     evaluation_mode,
+    share_of,
 )
 from paceline.train.state import TrainComponents
 
@@ -54,31 +55,41 @@ class RolloutGenerator(CompletionEngine):
     def generate(
         self, prompts: Sequence[PromptTokens], purpose: str, step: int, num_completions: int
     ) -> dict[int, list[Completion]]:
-        shares = np.array_split(np.arange(len(prompts)), self.comm.size)
-        own = [int(number) for number in shares[self.comm.rank]]
+        own = share_of(self.comm, len(prompts))
         results: dict[int, list[Completion]] = {}
+        with self.decoder() as decoder:
+            for number in own:
+                prompt = prompts[number]
+                uniforms = self.uniforms(prompt, purpose, step, num_completions)
+                results[number] = decoder.decode(prompt.ids, uniforms)
+            if decoder.agree is not None:
+                for _ in range(-(-len(prompts) // self.comm.size) - len(own)):
+                    decoder.keep_up(prompts[0].ids)
+        return results
+
+    def uniforms(
+        self, prompt: PromptTokens, purpose: str, step: int, num_completions: int
+    ) -> torch.Tensor:
+        """Return a random number for each token of the completions of a prompt. Arguments as for
+        :meth:`generate`."""
         limits = self.limits
+        return draw_uniforms(
+            limits.seed, purpose, step, prompt.number, num_completions, limits.max_tokens
+        )
+
+    @contextmanager
+    def decoder(self) -> Iterator[GroupDecoder]:
+        """Prepare the model to generate. Entering and leaving the context is a collective."""
         with self._ready_model() as agree:
-            decoder = GroupDecoder(
+            yield GroupDecoder(
                 self.components.model,
-                limits.sampling,
-                limits.end_ids,
-                limits.max_tokens,
+                self.limits.sampling,
+                self.limits.end_ids,
                 self.picks_logits,
                 self.progress.tick,
                 agree,
                 self._report_prompts,
             )
-            for number in own:
-                prompt = prompts[number]
-                uniforms = draw_uniforms(
-                    limits.seed, purpose, step, prompt.number, num_completions, limits.max_tokens
-                )
-                results[number] = decoder.decode(prompt.ids, uniforms)
-            if agree is not None:
-                for _ in range(max(map(len, shares)) - len(own)):
-                    decoder.keep_up(prompts[0].ids)
-        return results
 
     @contextmanager
     def _ready_model(self) -> Iterator[Callable[[bool], bool] | None]:

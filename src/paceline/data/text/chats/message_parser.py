@@ -6,13 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from pydantic import JsonValue
-
-from paceline.inference.chat_encoder import ChatEncoder
 
 
 class RegionFormat(TypedDict, total=False):
@@ -116,23 +114,27 @@ class MessageParser:
     """Separates the text of one answer.
 
     Args:
-        encoder: what has encoded the chat.
+        template: result of :func:`response_template`.
+        special: texts of the special tokens.
         prompt: the chat as text.
-        tools: the tools that the answer may call. Without them, the text of a call is content.
+        tools: the tools that the answer may call.
 
     Attributes:
         kept_tokens: special tokens that the text must contain.
     """
 
     def __init__(
-        self, encoder: ChatEncoder, prompt: str, tools: Sequence[Mapping[str, JsonValue]]
+        self,
+        template: ResponseFormatting | None,
+        special: Iterable[str],
+        prompt: str,
+        tools: Sequence[Mapping[str, JsonValue]],
     ) -> None:
         self._parser: Any = None
         self._call_end: re.Pattern[str] | None = None
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._unread = ""
-        template = _response_template(encoder, bool(tools))
-        self.kept_tokens = _markers(template, encoder.tokenizer.all_special_tokens)
+        self.kept_tokens = _markers(template, special)
         if template is not None:
             from transformers.utils.chat_parsing import ResponseParser
 
@@ -217,16 +219,22 @@ def _called_tool(value: Any) -> CalledTool:
     return CalledTool(name, text)
 
 
-def _response_template(encoder: ChatEncoder, has_tools: bool) -> ResponseFormatting | None:
-    """Return how transformers' parser reads answers; None if all text is content."""
-    own: ResponseFormatting | None = getattr(encoder.tokenizer, "response_template", None)
+def response_template(
+    own: ResponseFormatting | None, source: str | None, has_tools: bool
+) -> ResponseFormatting | None:
+    """Return how transformers' parser reads answers; None if all text is content.
+
+    Args:
+        own: the response template of the tokenizer, if it has one.
+        source: the chat template, if there is one.
+        has_tools: whether answers may call tools. Without them, the text of a call is content.
+    """
     if own is not None:
         removed = set() if has_tools else {"tool_calls"}
         fields = {name: value for name, value in own["fields"].items() if name not in removed}
         return {**own, "fields": fields}
-    source = encoder.template_source(has_tools) or ""
     for mark, reasoning, calls in _FORMS:
-        if mark in source:
+        if mark in (source or ""):
             fields = {
                 "reasoning_content": reasoning,
                 **({"tool_calls": calls} if has_tools else {}),
@@ -258,7 +266,7 @@ def _prefix(template: ResponseFormatting, prompt: str) -> str:
     return f"{anchors[0]}<think>\n" if prompt.rstrip().endswith("<think>") else ""
 
 
-def _markers(template: ResponseFormatting | None, special: Sequence[str]) -> frozenset[str]:
+def _markers(template: ResponseFormatting | None, special: Iterable[str]) -> frozenset[str]:
     """Return the special tokens that mark the parts of an answer, besides the end of the
     content."""
     if template is None:
