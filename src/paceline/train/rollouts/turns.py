@@ -208,8 +208,7 @@ class TurnGenerator:
         """Have the model write the next turn of completions."""
         prefixes = [[*chat.prompt_ids, *chat.completion.ids] for chat in chats]
         left = [uniforms[chat.index, len(chat.completion.ids) :] for chat in chats]
-        is_batch = len({len(prefix) for prefix in prefixes}) == 1 or can_pad(decoder.model)
-        size = len(chats) if is_batch else 1
+        size = len(chats) if can_pad(decoder.model) else 1
         for start in range(0, len(chats), max(1, size)):
             part = slice(start, start + size)
             self._take_part(decoder)

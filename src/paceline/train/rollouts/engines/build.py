@@ -43,4 +43,5 @@ def build_engine(
         return ColocatedVllm(config, components, progress, limits)
     from paceline.train.rollouts.engines.generation import RolloutGenerator
 
-    return RolloutGenerator(components, progress, limits, picks_logits)
+    max_rows = config.grpo.num_generations
+    return RolloutGenerator(components, progress, limits, picks_logits, max_rows)

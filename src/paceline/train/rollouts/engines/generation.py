@@ -14,7 +14,7 @@ from paceline.core.texts import UserText
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.timing.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
-from paceline.rollouts.decoding import Completion, GroupDecoder
+from paceline.rollouts.decoding import Completion, GroupDecoder, can_pad
 from paceline.rollouts.sampling import draw_uniforms
 from paceline.train.rollouts.engines.base import (
     CompletionEngine,
@@ -35,6 +35,7 @@ class RolloutGenerator(CompletionEngine):
 
     Args:
         picks_logits: whether the model can compute the logits of the last token only.
+        max_rows: largest number of completions that are one batch.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class RolloutGenerator(CompletionEngine):
         progress: ProgressTracker,
         limits: CompletionLimits,
         picks_logits: bool,
+        max_rows: int,
     ) -> None:
         self.components, self.progress = components, progress
-        self.limits, self.picks_logits = limits, picks_logits
+        self.limits, self.picks_logits, self.max_rows = limits, picks_logits, max_rows
         self._has_reported_layers = self._has_reported_prompts = False
 
     @property
@@ -55,17 +57,36 @@ class RolloutGenerator(CompletionEngine):
     def generate(
         self, prompts: Sequence[PromptTokens], purpose: str, step: int, num_completions: int
     ) -> dict[int, list[Completion]]:
-        own = share_of(self.comm, len(prompts))
+        batches = self._batches(prompts, num_completions)
+        own = share_of(self.comm, len(batches))
         results: dict[int, list[Completion]] = {}
         with self.decoder() as decoder:
-            for number in own:
-                prompt = prompts[number]
-                uniforms = self.uniforms(prompt, purpose, step, num_completions)
-                results[number] = decoder.decode(prompt.ids, uniforms)
+            for positions in (batches[number] for number in own):
+                uniforms = [
+                    self.uniforms(prompts[position], purpose, step, num_completions)
+                    for position in positions
+                ]
+                if num_completions > 1:
+                    results[positions[0]] = decoder.decode(prompts[positions[0]].ids, uniforms[0])
+                    continue
+                prefixes = [prompts[position].ids for position in positions]
+                completions = decoder.decode_each(prefixes, [each[0] for each in uniforms])
+                results.update(zip(positions, ([each] for each in completions), strict=True))
             if decoder.agree is not None:
-                for _ in range(-(-len(prompts) // self.comm.size) - len(own)):
+                for _ in range(-(-len(batches) // self.comm.size) - len(own)):
                     decoder.keep_up(prompts[0].ids)
         return results
+
+    def _batches(self, prompts: Sequence[PromptTokens], num_completions: int) -> list[list[int]]:
+        """Divide prompts, by their positions, into what is one batch: a prompt with several
+        completions, or some prompts of similar lengths with one, if the model allows padding. The
+        batches do not depend on the number of ranks."""
+        positions = list(range(len(prompts)))
+        if num_completions > 1 or not can_pad(self.components.model):
+            return [[position] for position in positions]
+        positions.sort(key=lambda position: len(prompts[position].ids))
+        starts = range(0, len(positions), self.max_rows)
+        return [positions[start : start + self.max_rows] for start in starts]
 
     def uniforms(
         self, prompt: PromptTokens, purpose: str, step: int, num_completions: int
