@@ -86,3 +86,15 @@ def test_a_model_with_recurrent_layers_is_refused_before_anything_starts(tmp_pat
         )
         assert "[engine-not-supported]" in process.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.soak
+def test_prompts_of_one_token_have_all_completions(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 4)
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    train_on_rollouts(tmp_path, "run", *SINGLE, "max_steps=1", f"chat_template={template}")
+    (lines,) = rollouts(tmp_path / "run")
+    assert {len(line["prompt_ids"]) for line in lines} == {1}
+    assert [line["index"] for line in lines] == [0, 1, 2, 3] * 2

@@ -148,12 +148,17 @@ class BatchingEngine(CompletionEngine):
             break
         _convert_states(manager.batch_processor.cache)
         for number, prompt in enumerate(prompts):
-            manager.add_request(
-                prompt.ids,
-                request_id=str(number),
-                max_new_tokens=limits.max_tokens,
-                eos_token_id=sorted(limits.end_ids),
-            )
+            # The engine computes all but the last token of a prompt, then copies the request.
+            can_copy = len(prompt.ids) > 1
+            manager.num_return_sequences = num_completions if can_copy else 1
+            names = _names(number, num_completions)
+            for name in names[:1] if can_copy else names:
+                manager.add_request(
+                    prompt.ids,
+                    request_id=name,
+                    max_new_tokens=limits.max_tokens,
+                    eos_token_id=sorted(limits.end_ids),
+                )
         manager.start()
         return manager
 
