@@ -116,7 +116,7 @@ def test_truncated_completions_are_left_out(tmp_path: Path) -> None:
         (("parallel.mode=local_sgd", "parallel.num_gpus=2"), "rollouts-with-mode"),
         (("train_args.global_batch_size=6",), "batch-divides-groups"),
         (("grpo.replay=missing",), "no-rollout-file"),
-        (("grpo.engine=vllm",), "setting-with-rollouts"),
+        (("grpo.engine=vllm",), "rollouts-need-vllm"),
         (("rewards=[{name: exact, column: solution}]",), "no-reward-column"),
     ],
 )
