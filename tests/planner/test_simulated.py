@@ -65,6 +65,12 @@ _LATENT = {
     "num_key_value_heads": 16, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
     "v_head_dim": 64, "intermediate_size": 2048, "moe_intermediate_size": 512,
 }  # fmt: skip
+#: Of linear attention: queries and keys are repeated for two heads of values.
+_LINEAR = {
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "head_dim": 64, "intermediate_size": 2048,
+    "layer_types": ["linear_attention", "full_attention"] * (NUM_LAYERS // 2),
+}  # fmt: skip
 #: Mixtures in which activations are a large part of the memory.
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
@@ -102,6 +108,16 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {
         **_LATENT, "n_routed_experts": 32, "num_experts_per_tok": 4, "n_shared_experts": 1,
         "q_lora_rank": 384,
+    },
+    # Half of their layers have linear attention, the others multiply the result of attention by a
+    # gate.
+    "qwen3_next": {
+        **_LINEAR, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024,
+        "num_experts": 32, "num_experts_per_tok": 4,
+    },
+    "qwen3_5_moe_text": {
+        **_LINEAR, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024,
+        "num_experts": 32, "num_experts_per_tok": 4,
     },
 }  # fmt: skip
 #: Of a step whose micro-batch is one sample of 1024 tokens.

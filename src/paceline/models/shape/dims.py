@@ -179,7 +179,7 @@ class LanguageDims:
     @property
     def attention_weights(self) -> int:
         """Number of parameters of the attention projections of one layer, without biases."""
-        layers = self._attention_linears
+        layers = self.attention_linears
         if self.latent is not None or self.mixer is not None:
             return sum(width * output for width, output in layers.values())
         gates = self.queries if self.gated_attention else 0
@@ -223,7 +223,7 @@ class LanguageDims:
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return the input and output width of each linear layer of a block."""
         wide = self.feed_forward
-        into = self._attention_linears
+        into = self.attention_linears
         if self.gated and self.fused_gate:
             into["gate_up_proj"] = self.hidden, 2 * wide
         else:
@@ -233,20 +233,25 @@ class LanguageDims:
         return into | {"down_proj": (wide * self.experts_per_token, self.hidden)}
 
     @property
-    def _attention_linears(self) -> dict[str, tuple[int, int]]:
+    def attention_linears(self) -> dict[str, tuple[int, int]]:
         """The input and output width of each linear layer of attention."""
         if self.mixer is not None:
             return self.mixer.linears(self.hidden)
         if self.latent is not None:
             return self.latent.linears(self.hidden, self.queries, self.heads)
-        result = {"o_proj": (self.queries, self.hidden)}
         if self.fused_qkv:
-            return result | {"qkv_proj": (self.hidden, self.queries + 2 * self.keys)}
-        gates = self.queries if self.gated_attention else 0
-        keys = self.hidden, self.keys
-        return result | {
-            "q_proj": (self.hidden, self.queries + gates), "k_proj": keys, "v_proj": keys,
-        }  # fmt: skip
+            into = {"qkv_proj": (self.hidden, self.queries + 2 * self.keys)}
+        else:
+            gates = self.queries if self.gated_attention else 0
+            into = {"q_proj": (self.hidden, self.queries + gates)}
+            into["k_proj"] = into["v_proj"] = self.hidden, self.keys
+        return into | {"o_proj": (self.queries, self.hidden)}
+
+    @property
+    def attention_kinds(self) -> tuple[Self, ...]:
+        """The widths of layers with attention, and of layers with linear attention, if the model
+        has both."""
+        return (self, replace(self, is_linear=True)) if self.linear_layers else (self,)
 
     def of_layer(self, number: int) -> Self:
         """Return the widths of a layer: without experts if it has none, with linear attention if it
@@ -283,9 +288,7 @@ class LanguageDims:
     @property
     def parameters_at_most(self) -> int:
         """Upper bound on the number of parameters, including biases and norms."""
-        weights = self.attention_weights
-        if self.linear_layers:
-            weights = max(weights, replace(self, is_linear=True).attention_weights)
+        weights = max(kind.attention_weights for kind in self.attention_kinds)
         layer = weights + self.experts * (self.expert_weights + self.hidden)
         layer += (
             (3 if self.gated else 2)
