@@ -120,6 +120,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_experts": 32, "num_experts_per_tok": 4,
     },
 }  # fmt: skip
+#: Dense models with linear attention, as in mixtures.
+HYBRIDS = {"qwen3_5_text": _LINEAR}
 #: Of a step whose micro-batch is one sample of 1024 tokens.
 CASES = [
     (family, mode)
@@ -142,6 +144,8 @@ SIMULATED_MIXTURES_MIB = {
     ("deepseek_v3", "ddp", True, False): 1752,
     ("deepseek_v3", "shard4-expert4", True, True): 562,
     ("qwen2_moe", "shard4-expert2", True, True): 475,
+    ("qwen3_5_moe_text", "data4-expert2", False, True): 2790,
+    ("qwen3_5_moe_text", "zero3", True, False): 1310,
 }
 
 
@@ -224,8 +228,8 @@ def test_estimated_peak_of_large_micro_batches(tmp_path: Path, family: str) -> N
 
 
 def write_mixture(folder: Path, family: str) -> str:
-    """Write the config.json of a mixture, and return its folder."""
-    content = {"model_type": family, **_WIDTHS, **MIXTURES[family]}
+    """Write the config.json of a mixture or hybrid, and return its folder."""
+    content = {"model_type": family, **_WIDTHS, **(MIXTURES | HYBRIDS)[family]}
     (folder / "config.json").write_text(json.dumps(content))
     return str(folder)
 
@@ -235,6 +239,14 @@ def write_mixture(folder: Path, family: str) -> str:
 @pytest.mark.parametrize("mode", MIXTURE_MODES)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_estimated_peak_of_mixtures(tmp_path: Path, family: str, mode: str) -> None:
+    compare(write_mixture(tmp_path, family), mode, SETTINGS, per_device_train_batch_size=2)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("compiled_shim")
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_estimated_peak_of_linear_attention(tmp_path: Path, family: str, mode: str) -> None:
     compare(write_mixture(tmp_path, family), mode, SETTINGS, per_device_train_batch_size=2)
 
 

@@ -179,11 +179,7 @@ class LanguageDims:
     @property
     def attention_weights(self) -> int:
         """Number of parameters of the attention projections of one layer, without biases."""
-        layers = self.attention_linears
-        if self.latent is not None or self.mixer is not None:
-            return sum(width * output for width, output in layers.values())
-        gates = self.queries if self.gated_attention else 0
-        return self.hidden * (2 * (self.queries + self.keys) + gates)
+        return sum(width * output for width, output in self.attention_linears.values())
 
     @property
     def mixer(self) -> LinearAttention | None:
