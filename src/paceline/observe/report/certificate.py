@@ -111,7 +111,7 @@ def _both(value: ByteCounts) -> str:
 
 def summary(certificate: Certificate) -> str:
     """Return the result, the settings and the bounds as text."""
-    bounds, modes = certificate["bounds"], certificate["modes"]
+    modes = certificate["modes"]
     passed = sum(1 for mode in modes if mode["ok"])
     tried = sum(1 for mode in modes if mode["ok"] is not None)
     if not tried:
@@ -119,7 +119,7 @@ def summary(certificate: Certificate) -> str:
             "No mode was compared with {reference}: all were refused.",
             reference=certificate["reference"],
         )
-    family: str = ""
+    bounds, family = certificate["bounds"], ""
     if bounds["family"] is not None:
         family = PageText(
             " (between ddp, zero1, zero2 and zero3: {bound})", bound=_power(bounds["family"])
