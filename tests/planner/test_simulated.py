@@ -65,6 +65,12 @@ _LATENT = {
     "num_key_value_heads": 16, "kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
     "v_head_dim": 64, "intermediate_size": 2048, "moe_intermediate_size": 512,
 }  # fmt: skip
+#: Of linear attention: queries and keys are repeated for two heads of values.
+_LINEAR = {
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "head_dim": 64, "intermediate_size": 2048,
+    "layer_types": ["linear_attention", "full_attention"] * (NUM_LAYERS // 2),
+}  # fmt: skip
 #: Mixtures in which activations are a large part of the memory.
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
@@ -103,7 +109,19 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **_LATENT, "n_routed_experts": 32, "num_experts_per_tok": 4, "n_shared_experts": 1,
         "q_lora_rank": 384,
     },
+    # Half of their layers have linear attention, the others multiply the result of attention by a
+    # gate.
+    "qwen3_next": {
+        **_LINEAR, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024,
+        "num_experts": 32, "num_experts_per_tok": 4,
+    },
+    "qwen3_5_moe_text": {
+        **_LINEAR, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024,
+        "num_experts": 32, "num_experts_per_tok": 4,
+    },
 }  # fmt: skip
+#: Dense models with linear attention, as in mixtures.
+HYBRIDS = {"qwen3_5_text": _LINEAR}
 #: Of a step whose micro-batch is one sample of 1024 tokens.
 CASES = [
     (family, mode)
@@ -126,6 +144,8 @@ SIMULATED_MIXTURES_MIB = {
     ("deepseek_v3", "ddp", True, False): 1752,
     ("deepseek_v3", "shard4-expert4", True, True): 562,
     ("qwen2_moe", "shard4-expert2", True, True): 475,
+    ("qwen3_5_moe_text", "data4-expert2", False, True): 2790,
+    ("qwen3_5_moe_text", "zero3", True, False): 1310,
 }
 
 
@@ -208,8 +228,8 @@ def test_estimated_peak_of_large_micro_batches(tmp_path: Path, family: str) -> N
 
 
 def write_mixture(folder: Path, family: str) -> str:
-    """Write the config.json of a mixture, and return its folder."""
-    content = {"model_type": family, **_WIDTHS, **MIXTURES[family]}
+    """Write the config.json of a mixture or hybrid, and return its folder."""
+    content = {"model_type": family, **_WIDTHS, **(MIXTURES | HYBRIDS)[family]}
     (folder / "config.json").write_text(json.dumps(content))
     return str(folder)
 
@@ -219,6 +239,14 @@ def write_mixture(folder: Path, family: str) -> str:
 @pytest.mark.parametrize("mode", MIXTURE_MODES)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_estimated_peak_of_mixtures(tmp_path: Path, family: str, mode: str) -> None:
+    compare(write_mixture(tmp_path, family), mode, SETTINGS, per_device_train_batch_size=2)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("compiled_shim")
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_estimated_peak_of_linear_attention(tmp_path: Path, family: str, mode: str) -> None:
     compare(write_mixture(tmp_path, family), mode, SETTINGS, per_device_train_batch_size=2)
 
 

@@ -3,7 +3,7 @@ shards."""
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from paceline.core.errors import RunError
-from paceline.observe.report.certificate import excluded_text
+from paceline.observe.report.certificate import Certificate, excluded_text, summary
 from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
 from paceline.verify.certificate import weight_difference
@@ -32,6 +32,13 @@ class Attention(nn.Module):
         self.attention_dropout = 0.1
         self.scale = 0.5
         self.config = SimpleNamespace(hidden_dropout_prob=0.2, initializer_range=0.02)
+
+
+def test_summary_tells_that_all_modes_were_refused() -> None:
+    refused = {"mode": "tensor", "ok": None}
+    certificate = {"reference": "single", "modes": [refused], "excluded": [{"elements": 5}]}
+    text = summary(cast("Certificate", certificate))
+    assert text == "No mode was compared with single: all were refused."
 
 
 def test_turns_off_every_dropout() -> None:

@@ -161,6 +161,14 @@ def _language(config: Config) -> ModelProfile:
     notes: tuple[str, ...] = () if of_release is None else (of_release,)
     if dims is None:
         notes += ("the activations and operations of this model are not known and left out",)
+    elif dims.linear_layers:
+        notes += (
+            UserText(
+                "model: the memory of linear attention is estimated for transformers' own"
+                " operations; the kernels of flash-linear-attention keep less",
+                code="linear-attention-memory",
+            ),
+        )
     fused = attention_of(base) != "eager"
     return ModelProfile(
         shape,

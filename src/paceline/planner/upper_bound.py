@@ -69,10 +69,17 @@ def _largest_matrices(dims: LanguageDims) -> TrainedMatrices:
     up = 2 * dims.feed_forward  # the gate and the up projection may be one matrix
     embedding = dims.vocabulary * dims.hidden
     return TrainedMatrices(
-        largest=dims.hidden * max(up, dims.queries + 2 * dims.keys),
+        largest=dims.hidden * max(up, dims.queries + 2 * dims.keys, _widest(dims)),
         largest_fused=dims.hidden * up * dims.experts if dims.experts > 1 else 0,
         head=embedding,
         tied=embedding if dims.tied else 0,
+    )
+
+
+def _widest(dims: LanguageDims) -> int:
+    """Return the largest output width of a linear layer of attention."""
+    return max(
+        output for kind in dims.attention_kinds for _, output in kind.attention_linears.values()
     )
 
 
@@ -83,8 +90,8 @@ def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
     each += average_bytes_per_element(args)
     if not lora.enable:
         return parameters * each
-    # inputs and outputs of the four attention projections
-    widths = 4 * dims.hidden + 2 * dims.queries + 2 * dims.keys
+    # inputs and outputs of the attention projections
+    widths = max(sum(map(sum, kind.attention_linears.values())) for kind in dims.attention_kinds)
     widths += 3 * (dims.hidden + dims.feed_forward) * dims.experts
     adapters = (lora.rank + lora.use_dora) * widths * dims.layers
     each += 4 if lora.subtracts_adapter else 0  # the initial matrices

@@ -10,6 +10,7 @@ compute in float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021)
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 from paceline.config.schema import Config
@@ -57,7 +58,7 @@ def _trained_matrices(shape: ModelShape) -> TrainedMatrices:
         if len(tensor.shape) < 2:
             continue
         if block := blocks.intersection(modules_around(tensor.name)):
-            (fused if len(tensor.shape) == 3 else inside).append(tensor.numel)
+            (fused if tensor.is_fused else inside).append(tensor.numel)
             around |= block
         elif tensor.name in aliases:
             head = tied = max(head, tensor.numel)
@@ -104,15 +105,14 @@ class Activations:
 
     Args:
         blocks: saved by each block from its forward pass to its backward pass.
-        recomputed: needed to recompute one block, and to compute one layer with a quantized weight
-            or DoRA; 0 without any of these.
+        repeated: needed to recompute each block, and to compute one layer with a quantized weight
+            or DoRA; empty without any of these.
         ends: saved by the layers outside the blocks: the last norm and the head.
         loss: needed for the loss, when all other activations exist.
         temporary: what a block allocates and frees in its forward or backward pass; of a mixture,
             outside of the experts.
         experts: what the backward pass of a layer of experts needs; None in a dense model.
         dense_layers: numbers of the layers of a mixture that have no experts.
-        dense_recomputed: like ``recomputed``, of these layers.
         in_forward: what the forward pass of a block with experts allocates and frees.
         boundary: the hidden states that a block passes to the next.
         precision: precision of the trained matrices.
@@ -125,13 +125,12 @@ class Activations:
     """
 
     blocks: tuple[int, ...] = ()
-    recomputed: float = 0.0
+    repeated: tuple[float, ...] = ()
     ends: float = 0.0
     loss: LossMemory = NO_LOSS
     temporary: float = 0.0
     experts: ExpertMoments | None = None
     dense_layers: tuple[int, ...] = ()
-    dense_recomputed: float = 0.0
     in_forward: float = 0.0
     boundary: float = 0.0
     precision: WeightPrecision = WeightPrecision()
@@ -164,7 +163,6 @@ class Activations:
             # gradient of the embedding is added.
             others
             + self.in_backward
-            + self.recomputed
             + in_block
             + self.of_block(
                 precision.gradient_bytes * matrices.largest,
@@ -193,9 +191,16 @@ class Activations:
 
     def of_layer(self, number: int) -> Self:
         """Return these activations for the backward pass of a layer."""
-        if number not in self.dense_layers:
-            return self
-        return replace(self, experts=None, recomputed=self.dense_recomputed)
+        experts = None if number in self.dense_layers else self.experts
+        here = slice(number, number + 1)
+        return replace(
+            self, experts=experts, blocks=self.blocks[here], repeated=self.repeated[here]
+        )
+
+    @property
+    def recomputed(self) -> float:
+        """What the recomputation of a block needs at most."""
+        return max(self.repeated, default=0.0)
 
     @property
     def in_repeated_experts(self) -> float:
@@ -211,13 +216,18 @@ class Activations:
         return sum(self.blocks[-1:] if self.offloads else self.blocks)
 
     @property
-    def in_backward(self) -> int:
-        """What the blocks have saved on the device when backward reaches them: if activations are
-        offloaded, the activations of a block, and the activations of the block before it, which are
-        copied back."""
-        if not self.offloads:
-            return sum(self.blocks)
-        return max(map(sum, zip(self.blocks, (0, *self.blocks), strict=False)), default=0)
+    def in_backward(self) -> float:
+        """What the blocks have saved on the device when backward reaches them, and what it needs to
+        recompute the block that it reaches: if activations are offloaded, the activations of a
+        block, and the activations of the block before it, which are copied back."""
+        if self.offloads:
+            pairs = zip(self.blocks, (0, *self.blocks), strict=False)
+            return max(map(sum, pairs), default=0) + self.recomputed
+        if not self.blocks:
+            return self.recomputed
+        repeated = self.repeated or (0.0,) * len(self.blocks)
+        reached = zip(self.blocks, accumulate(self.blocks), repeated, strict=True)
+        return max(saved + needed for own, saved, needed in reached if own or not saved)
 
     @property
     def other_micro_batches(self) -> float:
@@ -342,13 +352,12 @@ def language_activations(
         # A split layer multiplies its input by its part of a mask in the dtype of the adapter.
         row_mask_bytes=mask_bytes if tensor_ranks == 1 else stored,
     )
-    recomputes = args.recomputation != "none"
+    recomputes, matrices = args.recomputation != "none", layer_matrices(dims, config, low)
     head_input = 0 if config.lora.enable else low * dims.hidden * labels
     activations = Activations(
         blocks=tuple(map(round, layers.saved_by_layer())),
-        recomputed=recomputes * layers.layer + layer_matrices(dims, config, low),
+        repeated=tuple(recomputes * size + matrices for size in layers.layers),
         dense_layers=dims.dense_layers,
-        dense_recomputed=recomputes * layers.dense_layer,
         ends=block.norm(dims.hidden, block.stream) * tokens + head_input,
         loss=loss_memory(dims, config, labels, low, low_weights, device_type, head_parts),
         temporary=layers.temporary(stored, tensor_ranks),

@@ -41,7 +41,7 @@ def adapted_layers(
         places = [
             f"model.layers.{index}.{part}."
             for index in range(dims.layers)
-            for part in ("self_attn", "mlp")
+            for part in ("self_attn", "linear_attn", "mlp")
         ]
         named = [
             name for name in layers if any(re.fullmatch(named, place + name) for place in places)
@@ -54,7 +54,7 @@ def adapted_layers(
 
 
 #: Layers whose input features tensor parallelism splits.
-_ROW_LAYERS = ("o_proj", "down_proj")
+_ROW_LAYERS = ("o_proj", "out_proj", "down_proj")
 
 
 #: Layers that read the hidden states after the second norm, and layers that read the result of

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from paceline.config.schema import Config
 from paceline.models.shape.dims import LanguageDims, LatentAttention
+from paceline.models.shape.linear_attention import LinearAttention
 
 FLOAT32_BYTES = 4
 #: Kernels for packed rows take heads whose size is a multiple of this.
@@ -66,13 +67,20 @@ class BlockMemory:
         copies = 1 if dims.norms == 1 else 2
         casts = self.autocasts and (self.stream != self.low or dims.layer_norms)
         if casts and not self.is_split:
-            copies = 1 if dims.fused_qkv else 3 if dims.latent is None else 2
+            copies = self._projections
             if dims.experts > 1:
                 copies += 3 if dims.shared_feed_forward else 1  # of the router, and shared experts
                 copies += 1 if dims.gated_shared else 0
             else:
                 copies += 2 if dims.gated and not dims.fused_gate else 1
         return self.low * dims.hidden * copies
+
+    @property
+    def _projections(self) -> int:
+        """Number of linear layers that read the result of the first norm."""
+        if self.dims.mixer is not None:
+            return len(self.dims.mixer.linears(self.dims.hidden)) - 1
+        return 1 if self.dims.fused_qkv else 3 if self.dims.latent is None else 2
 
     def merged_inputs(self) -> int:
         """Return the inputs of linear layers whose adapters are merged with their weights."""
@@ -115,6 +123,17 @@ class BlockMemory:
         rotated = dims.queries + dims.keys if dims.fused_qkv and dims.rotates else 0
         return dims.queries + 2 * dims.keys + rotated
 
+    def linear_attention(self, mixer: LinearAttention) -> float:
+        """Return what linear attention saves."""
+        return mixer.saved(self.low, self.stream, self.autocasts, self.frozen)
+
+    def _output_gate(self, copies: bool) -> int:
+        """Return what the gate of attention saves: its sigmoid, the result of attention, if a
+        kernel's result is copied, and the product, if the output projection is trained."""
+        if not self.dims.gated_attention:
+            return 0
+        return self.low * self.dims.queries * (1 + copies + (not self.frozen))
+
     def attention(self, joined: bool) -> float:
         """Return what a fused kernel saves: queries, keys, values, its result, and the sums of the
         rows in float32; and the results of the samples, if they are ``joined``."""
@@ -127,7 +146,8 @@ class BlockMemory:
             size += self.low * (self._states() + dims.queries)
         if joined and packs:
             size += self.low * dims.values
-        return size + self._query_norms()
+        # Queries that are rotated in part are joined head by head, and so is the kernel's result.
+        return size + self._query_norms() + self._output_gate(copies=packs and not joined)
 
     @property
     def _softmax_bytes(self) -> int:
@@ -152,11 +172,13 @@ class BlockMemory:
         dims = self.dims
         score = self._softmax_bytes + self._copied_bytes
         score += self.low if dims.softcaps_scores else 0
-        states = self.low * dims.queries * (3 if self.frozen else 4)
+        keeps_result = dims.gated_attention or not self.frozen
+        states = self.low * dims.queries * (4 if keeps_result else 3)
         if dims.latent is not None:
             states = self._latent(dims.latent) + self._latent_attention(dims.latent, pads=False)
             states -= self.low * dims.latent.values if self.frozen else 0
-        return states + dims.heads * row * score + self._query_norms()
+        states += self._query_norms() + self._output_gate(copies=False)
+        return states + dims.heads * row * score
 
     def mlp(self) -> int:
         """Return what the MLP saves; in a mixture, the experts that process every token. With a

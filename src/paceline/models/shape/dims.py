@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Self
+from typing import Self, TypedDict
 
 from paceline.models.json_config import JsonObject, first_number, language_fields
+from paceline.models.shape.linear_attention import LinearAttention
 
 #: Model types whose MLP is two layers without a gate.
 _UNGATED = {
@@ -24,7 +25,9 @@ _GATED_SHARED = {"qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
 #: Model types with torch's LayerNorm; the others have root-mean-square norms.
 _LAYER_NORMS = _UNGATED - {"nemotron"} | {"stablelm"}
 #: Model types whose norms multiply by their weight in float32.
-_FLOAT32_NORMS = {"gemma", "gemma2", "gemma3_text"}
+_FLOAT32_NORMS = {
+    "gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+}  # fmt: skip
 #: Model type → number of norms of the hidden states in a block; 2 for the others.
 _NORMS = {"gemma2": 4, "gemma3_text": 4, "phi": 1, "gptj": 1, "codegen": 1, "cohere": 1}
 #: Model types with one linear layer for queries, keys and values.
@@ -51,8 +54,18 @@ _CLAMPED_GATE = {"gpt_oss"}
 #: Model types whose attention adds a learned score to each row, and computes the softmax in the
 #: dtype of the scores.
 _SINKS = {"gpt_oss"}
+#: Model types whose attention multiplies its result by a learned gate, which the query projection
+#: also computes.
+_GATED_ATTENTION = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 #: Activation functions that transformers computes in several operations.
 _COMPOSED = ("gelu_new", "gelu_fast", "gelu_accurate")
+
+
+class _LinearLayers(TypedDict, total=False):
+    """Fields of :class:`LanguageDims` about linear attention."""
+
+    linear_attention: LinearAttention
+    linear_layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,10 @@ class LanguageDims:
         dense_layers: numbers of the layers of a mixture that have no experts.
         dense_feed_forward: inner width of the MLP of these layers.
         latent: widths of multi-head latent attention, if the model has it.
+        linear_attention: widths of linear attention, if the model has it.
+        linear_layers: numbers of the layers with linear attention.
+        is_linear: whether these are the widths of such a layer (:meth:`of_layer`).
+        gated_attention: whether attention multiplies its result by a learned gate.
         float32_routing: whether the weights of a token's experts are in float32.
         autocast_routing: whether autocast computes them in the low precision nevertheless.
         clamped_gate: whether experts have biases, and clamp the gate and the up projection.
@@ -139,6 +156,10 @@ class LanguageDims:
     dense_layers: tuple[int, ...] = ()
     dense_feed_forward: int = 0
     latent: LatentAttention | None = None
+    linear_attention: LinearAttention | None = None
+    linear_layers: tuple[int, ...] = ()
+    is_linear: bool = False
+    gated_attention: bool = False
     float32_routing: bool = True
     autocast_routing: bool = False
     clamped_gate: bool = False
@@ -158,10 +179,12 @@ class LanguageDims:
     @property
     def attention_weights(self) -> int:
         """Number of parameters of the attention projections of one layer, without biases."""
-        if self.latent is not None:
-            layers = self.latent.linears(self.hidden, self.queries, self.heads)
-            return sum(width * output for width, output in layers.values())
-        return 2 * self.hidden * (self.queries + self.keys)
+        return sum(width * output for width, output in self.attention_linears.values())
+
+    @property
+    def mixer(self) -> LinearAttention | None:
+        """Widths of linear attention, if these are the widths of a layer with it."""
+        return self.linear_attention if self.is_linear else None
 
     @property
     def values(self) -> int:
@@ -186,28 +209,51 @@ class LanguageDims:
         mixtures = self.layers - len(self.dense_layers)
         wide = self.feed_forward * self.experts_per_token + self.shared_feed_forward
         wide = mixtures * wide + len(self.dense_layers) * self.dense_feed_forward
-        return self.layers * self.attention_weights + (3 if self.gated else 2) * self.hidden * wide
+        linear = len(self.linear_layers)
+        attention = (self.layers - linear) * self.attention_weights
+        if linear:
+            attention += linear * replace(self, is_linear=True).attention_weights
+        return attention + (3 if self.gated else 2) * self.hidden * wide
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return the input and output width of each linear layer of a block."""
         wide = self.feed_forward
-        into: dict[str, tuple[int, int]] = {}
-        if self.latent is not None:
-            into |= self.latent.linears(self.hidden, self.queries, self.heads)
-        elif self.fused_qkv:
-            into["qkv_proj"] = self.hidden, self.queries + 2 * self.keys
-        else:
-            into["q_proj"] = self.hidden, self.queries
-            into["k_proj"] = into["v_proj"] = self.hidden, self.keys
+        into = self.attention_linears
         if self.gated and self.fused_gate:
             into["gate_up_proj"] = self.hidden, 2 * wide
         else:
             into["up_proj"] = self.hidden, wide
             if self.gated:
                 into["gate_proj"] = self.hidden, wide
-        into.setdefault("o_proj", (self.queries, self.hidden))
         return into | {"down_proj": (wide * self.experts_per_token, self.hidden)}
+
+    @property
+    def attention_linears(self) -> dict[str, tuple[int, int]]:
+        """The input and output width of each linear layer of attention."""
+        if self.mixer is not None:
+            return self.mixer.linears(self.hidden)
+        if self.latent is not None:
+            return self.latent.linears(self.hidden, self.queries, self.heads)
+        if self.fused_qkv:
+            into = {"qkv_proj": (self.hidden, self.queries + 2 * self.keys)}
+        else:
+            gates = self.queries if self.gated_attention else 0
+            into = {"q_proj": (self.hidden, self.queries + gates)}
+            into["k_proj"] = into["v_proj"] = self.hidden, self.keys
+        return into | {"o_proj": (self.queries, self.hidden)}
+
+    @property
+    def attention_kinds(self) -> tuple[Self, ...]:
+        """The widths of layers with attention, and of layers with linear attention, if the model
+        has both."""
+        return (self, replace(self, is_linear=True)) if self.linear_layers else (self,)
+
+    def of_layer(self, number: int) -> Self:
+        """Return the widths of a layer: without experts if it has none, with linear attention if it
+        has it."""
+        dims = self.dense if number in self.dense_layers else self
+        return replace(dims, is_linear=True) if number in self.linear_layers else dims
 
     @property
     def dense(self) -> Self:
@@ -238,7 +284,8 @@ class LanguageDims:
     @property
     def parameters_at_most(self) -> int:
         """Upper bound on the number of parameters, including biases and norms."""
-        layer = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
+        weights = max(kind.attention_weights for kind in self.attention_kinds)
+        layer = weights + self.experts * (self.expert_weights + self.hidden)
         layer += (
             (3 if self.gated else 2)
             * self.hidden
@@ -248,6 +295,7 @@ class LanguageDims:
             8 * self.hidden
             + 4 * self.queries
             + 4 * self.keys
+            + (16 * self.linear_attention.mixed if self.linear_attention else 0)
             + 2 * self.feed_forward * self.experts
         )
         tables = (1 if self.tied else 2) * self.vocabulary + self.positions + 2
@@ -285,6 +333,8 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
         tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
         experts_per_token=number("num_experts_per_tok", "num_experts_per_token") or 1,
         latent=latent,
+        **_linear_attention(config, layers),
+        gated_attention=kind in _GATED_ATTENTION,
         positions=(
             (number("n_positions", "max_position_embeddings") or 0)
             if kind in ("gpt2", "opt")
@@ -337,6 +387,31 @@ def _latent_attention(config: JsonObject, heads: int) -> LatentAttention | None:
         return None
     rotated = number("qk_rope_head_dim") or 0
     return LatentAttention(number("q_lora_rank") or 0, key_rank, rotated, heads * values)
+
+
+def _linear_attention(config: JsonObject, layers: int) -> _LinearLayers:
+    """Return the widths of linear attention, and the layers that have it."""
+    number = partial(first_number, config)
+    heads, key_heads = number("linear_num_value_heads"), number("linear_num_key_heads")
+    value_size, key_size = number("linear_value_head_dim"), number("linear_key_head_dim")
+    if not (heads and key_heads and value_size and key_size):
+        return {}
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):  # as transformers fills it in
+        every = number("full_attention_interval") or 4
+        kinds = ["linear_attention" if (at + 1) % every else "" for at in range(layers)]
+    return {
+        "linear_attention": LinearAttention(
+            key_heads,
+            heads,
+            key_size,
+            value_size,
+            joins_projections=config.get("model_type") == "qwen3_next",
+        ),
+        "linear_layers": tuple(
+            at for at, kind in enumerate(kinds[:layers]) if kind == "linear_attention"
+        ),
+    }
 
 
 def _dense_layers(config: JsonObject, layers: int) -> tuple[int, ...]:

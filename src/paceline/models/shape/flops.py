@@ -35,7 +35,10 @@ def language_flops(
     passes = (2 if config.lora.enable else 3) + again
     attention = 2 * (dims.queries + dims.values) * sample_tokens / 2 * (3 + again)
     head = 2 * dims.hidden * dims.vocabulary * (2 if config.lora.enable else 3)
-    layers = 2 * dims.weights_per_token * passes + dims.layers * attention
+    linear = len(dims.linear_layers)
+    layers = 2 * dims.weights_per_token * passes + (dims.layers - linear) * attention
+    if dims.linear_attention is not None:
+        layers += linear * dims.linear_attention.flops * (3 + again)
     return tokens * layers + labels * head
 
 

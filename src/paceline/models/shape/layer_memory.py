@@ -1,6 +1,8 @@
 """Estimate what the layers of a language model save for backward. Imports no torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from paceline.models.shape.adapter_memory import (
     MergedExperts,
@@ -37,39 +39,36 @@ class LayerMemory:
     token_parts: int
     row_mask_bytes: int
 
-    @property
-    def layer(self) -> float:
-        """Bytes that a layer saves without activation checkpointing; of a mixture, a layer with
-        experts."""
-        of_experts = 0.0 if self.rows is None else self.rows.saved
-        size = self._per_token(self.block) + of_experts
-        return size * self.tokens + self.merged.saved + self.merged.shared
+    @cached_property
+    def layers(self) -> list[float]:
+        """Bytes that each layer saves without activation checkpointing."""
+        return self._of_each_layer(self._layer)
 
-    @property
-    def dense_layer(self) -> float:
-        """Bytes that a layer of a mixture without experts saves; 0 if there is none."""
-        if not self.block.dims.dense_layers:
-            return 0.0
-        return self._per_token(self._dense) * self.tokens + self.merged.dense
+    def _layer(self, block: BlockMemory) -> float:
+        size = self._per_token(block) * self.tokens
+        if self.rows is None:
+            return size + self.merged.saved + self.merged.shared
+        if block.dims.experts == 1:
+            return size + self.merged.dense
+        return size + self.rows.saved * self.tokens + self.merged.saved + self.merged.shared
 
-    @property
-    def _dense(self) -> BlockMemory:
-        return replace(self.block, dims=self.block.dims.dense)
+    def _of_each_layer(self, size_of: Callable[[BlockMemory], float]) -> list[float]:
+        """Return a size of each layer. Layers of one kind have the same."""
+        dims = self.block.dims
+        kinds = [dims.of_layer(number) for number in range(dims.layers)]
+        sizes = {kind: size_of(replace(self.block, dims=kind)) for kind in set(kinds)}
+        return [sizes[kind] for kind in kinds]
 
     def saved_by_layer(self) -> list[float]:
         """Return what each layer saves, with activation checkpointing."""
         dims, setting = self.block.dims, self.block.config.train_args.recomputation
         inputs = self.block.stream * dims.hidden / self.token_parts * self.tokens
-        layers = [self.layer] * dims.layers
-        products = [_products(self.block)] * dims.layers
-        for number in dims.dense_layers:
-            layers[number], products[number] = self.dense_layer, _products(self._dense)
         if setting == "none":
-            return layers
+            return self.layers
         if setting == "selective":
-            return [inputs + size * self.tokens for size in products]
+            return [inputs + size * self.tokens for size in self._of_each_layer(_products)]
         every = setting if isinstance(setting, int) else 1
-        return [size if number % every else inputs for number, size in enumerate(layers)]
+        return [size if number % every else inputs for number, size in enumerate(self.layers)]
 
     def temporary(self, adapter_bytes: int, tensor_ranks: int) -> float:
         """Return what a layer allocates and frees in its forward or backward pass, without experts.
@@ -89,9 +88,12 @@ class LayerMemory:
 
     def _per_token(self, block: BlockMemory) -> float:
         """Return the bytes per token that a layer saves, without experts."""
-        attention = (
-            block.attention(self.joined) if self.row is None else block.eager_attention(self.row)
-        )
+        if block.dims.mixer is not None:
+            attention = block.linear_attention(block.dims.mixer)
+        elif self.row is None:
+            attention = block.attention(self.joined)
+        else:
+            attention = block.eager_attention(self.row)
         size = block.norms() / self.token_parts + block.inputs() + attention + block.mlp()
         if not block.frozen:
             return size
@@ -112,6 +114,10 @@ def _products(block: BlockMemory) -> float:
     if dims.latent is not None:
         layers = dims.latent.linears(dims.hidden, dims.queries, dims.heads)
         attention = sum(output for _, output in layers.values()) + dims.latent.values
+    elif dims.mixer is not None:
+        attention = sum(output for _, output in dims.mixer.linears(dims.hidden).values())
+    elif dims.gated_attention:
+        attention += dims.queries
     outputs = attention + wide + dims.hidden
     adapters = config.lora.rank * len(adapted_layers(dims, config)) if config.lora.enable else 0
     return block.low * (outputs + adapters) + FLOAT32_BYTES * dims.heads

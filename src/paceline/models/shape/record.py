@@ -35,6 +35,12 @@ class TensorShape:
     def size_bytes(self) -> int:
         return self.numel * self.element_bytes
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether this is a matrix for each of several experts. A filter of a convolution over each
+        channel by itself is not."""
+        return len(self.shape) == 3 and self.shape[1] > 1
+
 
 @dataclass(frozen=True)
 class OptimizerMemory:

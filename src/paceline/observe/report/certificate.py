@@ -114,6 +114,11 @@ def summary(certificate: Certificate) -> str:
     bounds, modes = certificate["bounds"], certificate["modes"]
     passed = sum(1 for mode in modes if mode["ok"])
     tried = sum(1 for mode in modes if mode["ok"] is not None)
+    if not tried:
+        return PageText(
+            "No mode was compared with {reference}: all were refused.",
+            reference=certificate["reference"],
+        )
     family: str = ""
     if bounds["family"] is not None:
         family = PageText(

@@ -159,7 +159,7 @@ def _sum_up(
                 )
                 size_bytes = padded * low_bytes
                 unit.largest = max(unit.largest, size_bytes)
-                if len(tensor.shape) == 3:
+                if tensor.is_fused:
                     unit.smallest_fused = min(unit.smallest_fused or size_bytes, size_bytes)
                     unit.fused += size_bytes
             else:
