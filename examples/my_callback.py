@@ -1,6 +1,6 @@
 """A callback: end the training when a time budget is used up, whatever the number of steps.
 
-Run it from the parent folder: ``paceline sft --config examples/my_callback.yaml``.
+Run it from the parent folder: ``paceline sft examples/my_callback.yaml``.
 """
 
 import time

@@ -1,6 +1,6 @@
 """A custom task with any torch module and dataset. Copy it, change the three methods, and run it:
 
-paceline sft --config examples/my_task.yaml
+paceline sft examples/my_task.yaml
 """
 
 import torch

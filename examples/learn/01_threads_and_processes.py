@@ -34,9 +34,14 @@ if __name__ == "__main__":
     print(f"1 thread      {STEPS / times[0]:6.0f} batches/s")
     args = (threading.Barrier(WORKERS), times)
     threads = [threading.Thread(target=train, args=(number, *args)) for number in range(WORKERS)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert min(times) > 0, "a thread has not measured its time"
     print(f"{WORKERS} threads     {WORKERS * STEPS / max(times):6.0f} batches/s")
     context = mp.get_context("spawn")
     times = context.Array("d", WORKERS)
     mp.spawn(train, (context.Barrier(WORKERS), times), nprocs=WORKERS)
+    assert min(times) > 0, "a process has not measured its time"
     print(f"{WORKERS} processes   {WORKERS * STEPS / max(times):6.0f} batches/s")

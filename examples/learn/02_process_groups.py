@@ -15,12 +15,15 @@ import torch.multiprocessing as mp
 def main(rank, world_size, address):
     """Run on every rank. Rank 0 prints what all ranks have."""
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    assert world_size == 4, "this program needs 4 ranks"
     rows = [[0, 1], [2, 3]]
     groups = [dist.new_group(row) for row in rows]  # every rank creates every group
     value = torch.tensor(10**rank)
     total, row_total = value.clone(), value.clone()
     dist.all_reduce(total)
     dist.all_reduce(row_total, group=groups[rank // 2])
+    assert total == 1111
+    assert row_total == (11 if rank < 2 else 1100)
     lines = [None] * world_size
     text = (
         f"rank {rank}: own {value:4d}, sum of row {rows[rank // 2]} {row_total:4d}, of all {total}"

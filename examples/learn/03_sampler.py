@@ -16,8 +16,10 @@ def show(title, epochs=(0,), call_set_epoch=True, **options):
     print(title)
     for epoch in epochs:
         if call_set_epoch:
-            [sampler.set_epoch(epoch) for sampler in samplers]
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
         shares = [list(sampler) for sampler in samplers]
+        assert len({len(share) for share in shares}) == 1  # all ranks make as many steps
         counts = Counter(sample for share in shares for sample in share)
         twice = sorted(sample for sample in counts if counts[sample] > 1)
         never = sorted(set(SAMPLES) - set(counts))

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-RANK, N = dist.get_rank(), dist.get_world_size()  # N must be 4
+RANK, N = dist.get_rank(), dist.get_world_size()
+assert N == 4, "this program needs 4 ranks"
 
 # Each step lists messages: (source, target, first chunk, number of chunks, add or overwrite).
 NAIVE = [[(r, 0, 0, N, True) for r in range(1, N)], [(0, r, 0, N, False) for r in range(1, N)]]
@@ -33,8 +34,10 @@ def all_reduce(tensor, steps):
             if target == RANK:
                 arrivals.append((part, torch.empty_like(part), add))
                 works.append(dist.irecv(arrivals[-1][1], source))
-        [work.wait() for work in works]
-        [part.copy_(part + new if add else new) for part, new, add in arrivals]
+        for work in works:
+            work.wait()
+        for part, new, add in arrivals:
+            part.copy_(part + new if add else new)
 
 
 for name, steps in {"naive": NAIVE, "tree": TREE, "ring": RING, "halving": HALVING}.items():
@@ -48,6 +51,7 @@ for name, steps in {"naive": NAIVE, "tree": TREE, "ring": RING, "halving": HALVI
             start = time.perf_counter()
             all_reduce(tensor, steps)
             times_s.append(time.perf_counter() - start)
+            assert (tensor == 15).all()  # 1 + 2 + 4 + 8
         if RANK == 0:
             text = f"{name:7} {len(steps)} steps, busiest rank sends {max(sent):.2f} x"
             print(f"{text} {tensor.nbytes:7} B: {1000 * min(times_s):.2f} ms")

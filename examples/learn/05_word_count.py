@@ -11,6 +11,7 @@ LINES = ["the ring and the tree", "a ring of ranks", "the ranks of a tree", "a t
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
+assert size == 3, "the page shows 3 ranks"
 
 
 def show(title, value):
@@ -43,5 +44,7 @@ for term, count in sorted(arrived):
 show("groups after shuffle", groups)
 
 # Reduce: each rank sums its groups.
-show("counts after reduce", {term: sum(counts) for term, counts in groups.items()})
+counts = {term: sum(ones) for term, ones in groups.items()}
+assert all(counts[term] == " ".join(LINES).split().count(term) for term in counts)
+show("counts after reduce", counts)
 dist.destroy_process_group()

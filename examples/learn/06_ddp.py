@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
+assert dist.get_world_size() == 2, "this program needs 2 ranks"
 calls = []
 
 
@@ -42,6 +43,7 @@ for index, size_bytes, at in calls:
 calls.clear()
 with ddp.no_sync():
     ddp(batch).square().mean().backward()
+assert not calls
 log("all-reduces with no_sync:", len(calls))
 ddp(batch).square().mean().backward()
 log("all-reduces of the next backward:", len(calls))

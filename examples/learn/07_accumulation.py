@@ -14,6 +14,7 @@ COUNTS = [[1, 7], [3, 5]]  # samples of each micro-batch of each rank: 16 in tot
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
+assert size == len(COUNTS), "this program needs a rank for each list of COUNTS"
 torch.manual_seed(0)
 x = torch.randn(16, 4)
 y = x.sum(dim=1, keepdim=True) + torch.randn(16, 1)
@@ -45,6 +46,7 @@ for name in ("mean of means", "global count"):
     if rank == 0:
         values = ", ".join(f"{value:.4f}" for value in model.weight.grad[0])
         print(f"{name:14} {values}   relative error {error:.0e}")
+assert error < 1e-6  # of the global count
 if rank == 0:
     print(f"{'whole batch':14} {', '.join(f'{value:.4f}' for value in expected[0])}")
 dist.destroy_process_group()

@@ -39,6 +39,7 @@ def train(scaled):
         f"{'with' if scaled else 'without'} loss scale: loss {losses[0]:.2e} -> {losses[-1]:.2e},"
         f" {zeros} gradients are 0"
     )
+    assert scaled == (zeros == 0)  # without a scale, small gradients vanish
     return scales
 
 

@@ -40,6 +40,7 @@ checkpointed = saved_for_backward(
 equal = all(
     torch.equal(old, new.grad) for old, new in zip(gradients, model.parameters(), strict=True)
 )
+assert equal
 optimizer.step()
 state = [x for values in optimizer.state.values() for x in values.values()]
 for name, size_bytes in {

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 dist.init_process_group("gloo")
+assert dist.get_world_size() == 4, "the page shows 4 ranks"
 
 
 class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
@@ -50,6 +51,7 @@ for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
             dist.all_gather_into_tensor(full, shard.detach())
             vector_to_parameters(full, model.parameters())
     moments = stored(x for state in optimizer.state.values() for x in state.values() if x.dim())
+    assert moments == (2 if name == "DDP" else 2 / 4)
     if dist.get_rank() == 0:
         text = f"weights {weights:.2f}, gradients {stored(gradients):.2f}, Adam {moments:.2f} Psi"
         print(f"{name:6} {text}; collectives move {traffic.moved / full.numel():.2f} Psi per step")

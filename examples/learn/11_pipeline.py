@@ -11,6 +11,7 @@ from torch import nn
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+assert dist.get_world_size() == 2, "this program needs 2 ranks"
 torch.manual_seed(rank)
 stage = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
 

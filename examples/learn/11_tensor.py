@@ -9,6 +9,7 @@ from torch.nn.functional import gelu
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
+assert size == 2, "the page shows 2 ranks"
 torch.manual_seed(0)
 x, first, second = torch.randn(32, 64), torch.randn(64, 256) / 8, torch.randn(256, 64) / 16
 first.requires_grad_()
@@ -25,6 +26,7 @@ part.backward(2 * total / total.numel())  # the gradient of the output is the sa
 error = (total - full).norm() / full.norm()
 expected = first.grad.chunk(size, dim=1)[rank]
 gradient_error = (columns.grad - expected).norm() / expected.norm()
+assert max(error, gradient_error) < 1e-5
 stored, size = columns.numel() + rows.numel(), first.numel() + second.numel()
 if rank == 0:
     print(f"weights on each rank: {stored} of {size}")

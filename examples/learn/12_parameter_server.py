@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
+assert size == 3, "this program needs a server and 2 workers"
 torch.manual_seed(0)
 target = torch.randn(1000)
 torch.manual_seed(rank)  # each worker has its own noise
@@ -35,6 +36,8 @@ def serve(is_sync):
         active -= len(gradients) if is_over else 0
         gradients = {}
     error = (weights - target).norm() / target.norm()
+    assert error < 0.5
+    assert staleness == 0 or not is_sync
     name = "sync" if is_sync else "async"
     print(f"{name}: gradients {counts[1:]}, error {error:.2f}, staleness up to {staleness}")
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 FILE = os.path.join(tempfile.gettempdir(), "paceline-learn-14.pt")
 dist.init_process_group("gloo")
 rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+assert dist.get_world_size() == 2, "this program needs 2 ranks"
 torch.manual_seed(0)
 model, step = nn.Linear(8, 1), 0
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)

@@ -69,3 +69,15 @@ def test_code_blocks_are_equal(pages: tuple[str, str], language: str) -> None:
 def test_config_keys_are_equal(pages: tuple[str, str]) -> None:
     english, chinese = pages
     assert config_keys(chinese) == config_keys(english)
+
+
+def test_predictions_for_the_recipes_are_equal() -> None:
+    english = (DOCS / "how-to/recipes.md").read_text(encoding="utf-8")
+    chinese = (DOCS / "zh/recipes.md").read_text(encoding="utf-8")
+    rows = english.split("<!-- predicted: begin -->")[1].split("<!-- predicted: end -->")[0]
+    translated = {" of ": " / ", " %": "%", "depends on the CPU": "取决于 CPU"}
+    for english_row in rows.strip().splitlines()[2:]:
+        row = english_row
+        for text, chinese_text in translated.items():
+            row = row.replace(text, chinese_text)
+        assert row in chinese

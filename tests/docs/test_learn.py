@@ -19,7 +19,7 @@ from paceline.commands.options import OptionParser
 ROOT = Path(__file__).parents[2]
 ENGLISH, CHINESE = ROOT / "docs" / "learn", ROOT / "docs" / "zh" / "learn"
 CHAPTERS = sorted(page.name for page in ENGLISH.glob("[0-9]*.md"))
-MAX_LINES = 40
+MAX_LINES = 50
 SECTIONS = {
     ENGLISH: ["See it", "Run it", "Numbers", "Exercise", "Where this lives in Paceline"],
     CHINESE: ["看图", "动手运行", "数据", "练习", "在 Paceline 中的位置"],

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from raised import raises_error
 
+from paceline.config.schema import Config
 from paceline.config.schema.grpo import Grpo, RewardEntry
 from paceline.core.errors import ConfigError, RunError
-from paceline.rewards.functions import check_reset
+from paceline.rewards.functions import check_reset, environment_notices
 from paceline.rewards.group import CompletionGroup
 from paceline.rewards.scorer import RewardScorer
 
@@ -156,6 +157,16 @@ def test_errors_of_tools_are_results(start: Start) -> None:
     ]
     assert "unexpected keyword argument 'numbers'" in failed[5]
     assert len(failed) == 8
+
+
+def test_rewards_of_environments_that_do_not_count_are_reported(start: Start) -> None:
+    text = str(start().settings.environment)
+    base = {"model": "m", "dataset": "d", "task": "grpo"}
+    for reward, count in (("environment", 0), ("exact", 1)):
+        values = {**base, "rewards": [{"name": reward}], "grpo": {"environment": text}}
+        notices = environment_notices(Config.model_validate(values))
+        codes = [getattr(notice.message, "code", None) for notice in notices]
+        assert codes == ["reward-of-environment-unused"] * count
 
 
 def test_reset_must_accept_the_columns_of_the_data(start: Start) -> None:

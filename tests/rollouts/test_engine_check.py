@@ -55,6 +55,18 @@ def test_the_notices_name_the_engine_and_what_is_untested() -> None:
     assert "grpo.vllm_mode" in notice.message
 
 
+def test_recorded_completions_need_no_engine() -> None:
+    values = {"engine": "vllm", "replay": "rollouts", "vllm_mode": "server"}
+    replayed = config("builtin:qwen2-micro", **values)
+    check_engine(replayed)
+    assert codes(replayed) == ["engine-without-effect"]
+    assert "grpo.replay" in engine_notices(replayed)[0].message
+    evaluated = replayed.model_copy(update={"val_dataset": "prompts.jsonl"})
+    assert "rollout-engine" in codes(evaluated)
+    with raises_error(ConfigError, code="rollouts-need-vllm"):
+        check_engine(evaluated)
+
+
 @pytest.mark.parametrize(
     "family", ["gpt_neo", "gptj", "bloom", "falcon_7b", "mamba", "jamba", "lfm2", "deepseek_v3"]
 )

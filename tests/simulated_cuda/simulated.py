@@ -28,6 +28,7 @@ NUM_DEVICES = 4
 #: process creates its first group, because the process may be forked from one without it.
 BACKEND = "PACELINE_TEST_BACKEND"
 VALUES = Path(__file__).with_name("values.cpp")
+_histc = torch.histc
 _resize, _clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 _default_backend = dist.get_default_backend_for_device
 
@@ -47,6 +48,7 @@ def simulate_values(device: str = DEVICE, count: int = NUM_DEVICES) -> None:
     torch.UntypedStorage.resize_ = _resize_storage
     torch.UntypedStorage.clone = _clone_storage
     torch.Tensor.record_stream = _record_stream
+    torch.histc = _count_integers
     record_synchronizations()
     check_if_requested()
     defer_if_requested()
@@ -59,6 +61,13 @@ def _choose_backend(device: str | torch.device) -> str:
     check_if_requested()
     defer_if_requested()
     return os.environ.get(BACKEND, "gloo")
+
+
+def _count_integers(tensor: torch.Tensor, *args: int, **settings: int) -> torch.Tensor:
+    """Compute ``torch.histc``, which takes integers on CUDA devices only."""
+    if tensor.device.type != "cuda" or tensor.is_floating_point():
+        return _histc(tensor, *args, **settings)
+    return _histc(tensor.float(), *args, **settings).to(tensor.dtype)
 
 
 def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import device_task
@@ -12,6 +13,7 @@ import pytest
 from commands import digest, events, losses, report, run, start
 from cpu_reference import Reference
 from device_runs import VARIABLES, run_on, train_on
+from families import make_model
 from switches import FULL, FULL_FP16, LAYOUTS, LORA_BF16, TOLERANCES, Layout, Switches
 
 from paceline.models.builtin import resolve_model
@@ -99,6 +101,28 @@ def test_offloading_does_not_change_a_bit(
     if "optimizer" in offload:
         assert memory["ranks"][0]["optimizer"] < 0.6 * plain["ranks"][0]["optimizer"]
     assert digest(folder) == digest(tmp_path / "plain")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rest", ["data", "shard"])
+def test_offloading_activations_of_divided_experts_does_not_change_a_bit(
+    rest: str, tmp_path: Path
+) -> None:
+    model = make_model("mixtral", tmp_path)
+    args = (
+        *replace(FULL, recomputes=False).args,
+        f"model={model}", "tokenizer=builtin:qwen2-micro", "parallel.num_gpus=2",
+        f"parallel.{rest}=2", "parallel.expert=2", "per_device_train_batch_size=2",
+    )  # fmt: skip
+    train_on("cuda", tmp_path / "plain", *args)
+    offload = "parallel.cpu_offload=activations"
+    assert "has no effect" not in train_on("cuda", tmp_path / "offloaded", *args, offload)
+    assert digest(tmp_path / "offloaded") == digest(tmp_path / "plain")
+    on_device = [
+        events(tmp_path / name, "memory")[-1]["ranks"][0]["activations"]
+        for name in ("plain", "offloaded")
+    ]
+    assert on_device[1] < on_device[0]
 
 
 @pytest.mark.soak

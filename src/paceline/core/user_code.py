@@ -175,7 +175,24 @@ def load_environment(text: str) -> type:
             text=text,
             problem=methods or "no public method that could be a tool",
         )
+    _check_constructor(found, text)
     return found
+
+
+def _check_constructor(environment: type, text: str) -> None:
+    """Raise ConfigError if a class of environments cannot be called without arguments."""
+    try:
+        inspect.signature(environment).bind()
+    except ValueError:  # a class written in C
+        return
+    except TypeError as error:
+        raise ConfigError(
+            "`grpo.environment: {text}`: the class cannot be called without arguments: {reason}",
+            code="environment-with-arguments",
+            fix="give the parameters of `__init__` defaults, or name a subclass without them",
+            text=text,
+            reason=error,
+        ) from error
 
 
 def tool_methods(environment: type) -> dict[str, Callable[..., object]]:

@@ -10,6 +10,8 @@ from paceline.config.packages import check_package
 from paceline.config.schema import Config
 from paceline.config.schema.rewards import MATH_REWARDS, OF_ENVIRONMENT, RewardEntry
 from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.log import Notice
+from paceline.core.texts import UserText
 from paceline.core.user_code import import_user_module, load_environment
 from paceline.models.json_config import read_object
 
@@ -170,6 +172,22 @@ def check_environment(config: Config) -> None:
             fix="add the method, or use a reward function, which gets the `environments`",
             text=text,
         )
+
+
+def environment_notices(config: Config) -> list[Notice]:
+    """Return that an environment computes rewards which do not count, if that is so."""
+    text = config.grpo.environment
+    if text is None or any(entry.name == OF_ENVIRONMENT for entry in config.rewards):
+        return []
+    if not callable(getattr(load_environment(text), "get_reward", None)):
+        return []
+    message = UserText(
+        "the method `get_reward` of `grpo.environment: {text}` is not called: `rewards` does not"
+        " contain `{name: environment}`",
+        code="reward-of-environment-unused",
+        text=text,
+    )
+    return [Notice("warning", message)]
 
 
 def check_reward_sources(config: Config) -> None:

@@ -35,6 +35,7 @@ class Episode:
             failed.
         messages: the turns as messages; empty if they are not known.
         prompt_ids: token ids of the prompt, if they are not the ones of the group.
+        prompt_text: their text with special tokens; empty if they are the ones of the group.
         prompt: the messages of the prompt; empty if they are not known.
         session: number of the environments of its group; None if they no longer exist.
     """
@@ -44,6 +45,7 @@ class Episode:
     num_failures: int = 0
     messages: list[ChatMessage] = field(default_factory=list)
     prompt_ids: list[int] | None = None
+    prompt_text: str = ""
     prompt: list[ChatMessage] = field(default_factory=list)
     session: int | None = None
 

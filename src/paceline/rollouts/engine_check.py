@@ -18,13 +18,22 @@ _OF_SERVER = ("vllm_server_base_url", "vllm_server_timeout", "vllm_group_port")
 _OF_RANK = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
 
 
+def generates_completions(config: Config) -> bool:
+    """Return whether a run generates anything: one that trains on recorded completions does so only
+    for evaluations."""
+    has_evaluation = config.val_dataset is not None or config.split_dataset_ratio > 0
+    return config.grpo.replay is None or has_evaluation
+
+
 def check_engine(config: Config) -> None:
-    """Check that the engine of the config can generate with the model.
+    """Check that the engine of the config can generate with the model, if it has to.
 
     Raises:
         ConfigError: it cannot, or it is not installed.
     """
     engine = config.grpo.engine_used
+    if not generates_completions(config):
+        return
     if config.grpo.environment is not None and engine != "generate":
         raise _unsupported(config, "completions with an environment are generated turn by turn")
     if engine == "vllm":
@@ -43,23 +52,37 @@ def check_engine_of_model(config: Config, fields: JsonObject) -> None:
     Raises:
         ConfigError: the engine cannot generate with it.
     """
-    if config.grpo.engine_used == "continuous_batching":
+    if config.grpo.engine_used == "continuous_batching" and generates_completions(config):
         reason = batching_obstacle(fields)
         if reason is not None:
             raise _unsupported(config, reason)
 
 
 def engine_notices(config: Config) -> list[Notice]:
-    """Return what generates the completions and why, and what is not tested or differs."""
-    settings = config.grpo
-    engine = settings.engine_used
+    """Return what generates the completions and why, what is not tested or differs, and what has no
+    effect."""
+    generates = generates_completions(config)
+    notices = _engine_notices(config) if generates else []
+    unused = sorted(_without_effect(config))
+    if unused:
+        because = f"`grpo.engine: {config.grpo.engine_used}`" if generates else "`grpo.replay`"
+        text = UserText(
+            "{keys}: no effect with {because}",
+            code="engine-without-effect",
+            keys=", ".join(f"`grpo.{name}`" for name in unused),
+            because=because,
+        )
+        notices.append(Notice("info", text))
+    return notices
+
+
+def _engine_notices(config: Config) -> list[Notice]:
+    engine = config.grpo.engine_used
     reason = {
         "generate": "their tokens do not depend on the number of ranks",
         "continuous_batching": "their tokens depend on the number of ranks",
         "vllm": "their tokens depend on what else vLLM computes",
     }[engine]
-    if settings.replay is not None:
-        return []
     notices = [
         Notice(
             "info",
@@ -71,15 +94,6 @@ def engine_notices(config: Config) -> list[Notice]:
             ),
         )
     ]
-    unused = sorted(_without_effect(config))
-    if unused:
-        text = UserText(
-            "{keys}: no effect with `grpo.engine: {engine}`",
-            code="engine-without-effect",
-            keys=", ".join(f"`grpo.{name}`" for name in unused),
-            engine=engine,
-        )
-        notices.append(Notice("info", text))
     if engine == "vllm":
         text = UserText(
             "`grpo.engine: vllm` is untested: Paceline has never run with vLLM. Compare"
@@ -87,7 +101,7 @@ def engine_notices(config: Config) -> list[Notice]:
             code="vllm-untested",
         )
         notices.append(Notice("warning", text))
-    if engine != "generate" and settings.corrects_probabilities and _restricts(config):
+    if engine != "generate" and config.grpo.corrects_probabilities and _restricts(config):
         text = UserText(
             "`grpo.engine: {engine}` gives the probabilities among the tokens that `top_k` and"
             " `top_p` leave, so `logprob_diff` and `importance_ratio` also count the probability of"
@@ -104,7 +118,7 @@ def _without_effect(config: Config) -> set[str]:
     settings = config.grpo
     is_server = settings.vllm_mode == "server"
     unused = set() if settings.corrects_probabilities else {"importance_sampling_mode", *_LIMITS}
-    if settings.engine_used != "vllm":
+    if settings.engine_used != "vllm" or not generates_completions(config):
         unused |= {"vllm_mode", *_OF_SERVER, *_OF_RANK}
     else:
         unused |= {*(_OF_RANK if is_server else _OF_SERVER)}

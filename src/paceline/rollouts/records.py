@@ -49,6 +49,11 @@ class RolloutGroup:
         own = None if completion.episode is None else completion.episode.prompt_ids
         return self.prompt_ids if own is None else own
 
+    def prompt_text_of(self, completion: Completion) -> str:
+        """Return the text of the same prompt."""
+        own = "" if completion.episode is None else completion.episode.prompt_text
+        return own or self.prompt_text
+
 
 @dataclass
 class Rollout:
@@ -159,7 +164,7 @@ def records_of(rollout: Rollout, names: Sequence[str]) -> list[CompletionRecord]
             "reward": _finite(float(rollout.rewards[number, index])),
             "advantage": float(rollout.advantages[number, index]),
             "truncated": completion.is_truncated,
-            "prompt_text": group.prompt_text,
+            "prompt_text": group.prompt_text_of(completion),
             "completion": group.texts[index] if group.texts else "",
             **_tool_fields(completion),
         }
@@ -281,6 +286,7 @@ def _completion_of(record: CompletionRecord, prompt_ids: list[int]) -> Completio
             int(record.get("tool_calls", 0)),
             int(record.get("tool_failures", 0)),
             prompt_ids=None if own == prompt_ids else own,
+            prompt_text="" if own == prompt_ids else str(record.get("prompt_text", "")),
         )
     return completion
 

@@ -41,6 +41,13 @@ class NoReset:
             a: a number
         """
 
+class NeedsBoard(NoReset):
+    def __init__(self, board):
+        pass
+
+    def reset(self, **columns):
+        pass
+
 class NoHint(NoTools):
     def add(self, a):
         """Add.
@@ -166,6 +173,7 @@ def test_templates_that_cannot_continue_are_refused(
         ("function", "unknown-environment"),
         ("NoTools", "not-an-environment"),
         ("NoReset", "not-an-environment"),
+        ("NeedsBoard", "environment-with-arguments"),
         ("NoHint", "tool-without-description"),
         ("NoDocstring", "tool-without-description"),
     ],

@@ -14,6 +14,7 @@ from paceline.data.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
+QUESTION_ROW = '{{"prompt": [{{"role": "user", "content": "Play."}}], "secret": {}}}\n'
 SINGLE = ("parallel.mode=single", "per_device_train_batch_size=4")
 #: A game with a random secret.
 RANDOM_GAME = GAME.replace("int(secret), []", "random.randrange(10), []").replace(
@@ -23,11 +24,11 @@ RANDOM_GAME = GAME.replace("int(secret), []", "random.randrange(10), []").replac
 #: A callback that makes a rank believe that the gathered weights do not fit in its memory.
 LITTLE_MEMORY = """
 import paceline
-from paceline.train.rollouts.generation import RolloutGenerator
+from paceline.train.rollouts.engines import base
 
 class LittleMemory(paceline.Callback):
     def on_train_begin(self, info, state):
-        RolloutGenerator._free_bytes = lambda self: 1.0
+        base.free_bytes = lambda comm: 1.0
 """
 
 
@@ -129,13 +130,17 @@ def test_ranks_whose_forward_passes_are_collectives_take_part_in_all_turns(
     player: Path, tmp_path: Path
 ) -> None:
     write_game(tmp_path, RANDOM_GAME)
-    play(tmp_path, player, "one", *SINGLE, "max_steps=1")
+    (tmp_path / "few.jsonl").write_text("".join(map(QUESTION_ROW.format, range(3))))
+    shared = ("max_steps=1", f"val_dataset={tmp_path / 'few.jsonl'}")
+    play(tmp_path, player, "one", *SINGLE, *shared)
     (tmp_path / "little_memory.py").write_text(LITTLE_MEMORY)
-    args = ("parallel.mode=zero3", "parallel.num_gpus=2", "max_steps=1")
+    args = ("parallel.mode=zero3", "parallel.num_gpus=2", *shared)
     callback = f"callbacks=['{tmp_path / 'little_memory.py'}:LittleMemory']"
     process = play(tmp_path, player, "layers", *args, callback)
     assert "gathered layer by layer" in process.stderr + process.stdout
     assert tokens(rollouts(tmp_path / "layers")[0]) == tokens(rollouts(tmp_path / "one")[0])
+    one, layers = (events(tmp_path / name, "eval")[-1]["metrics"] for name in ("one", "layers"))
+    assert layers == pytest.approx(one, abs=1e-6)
 
 
 @pytest.mark.soak
@@ -147,6 +152,7 @@ def test_observations_turns_and_lengths_are_kept(player: Path, tmp_path: Path) -
     decode = load_tokenizer(player).decode
     for line in rollouts(tmp_path / "run")[0]:
         assert f"Play. No {line['prompt']}." in decode(line["prompt_ids"])
+        assert line["prompt_text"] == decode(line["prompt_ids"])
         assert line["tool_calls"] <= 1
         assert len(line["completion_ids"]) <= 45
 

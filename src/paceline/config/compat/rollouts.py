@@ -184,7 +184,8 @@ class RolloutReader:
         if name in self.tables["keys"]:
             if name == "max_tool_calling_iterations" and isinstance(value, int):
                 value += 1  # the model writes a turn after the last calls
-            return {self.tables["keys"][name]: value}
+            target = self.tables["keys"][name]
+            return {target: _first(value) if target.startswith("grpo.vllm_") else value}
         if name in self.tables["switches"]:
             switch = self.tables["switches"][name]
             return switch["sets"] if value == switch["value"] else {}

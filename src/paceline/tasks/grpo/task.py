@@ -24,7 +24,12 @@ from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.head.softmax import IGNORED
 from paceline.models.transforms.parameters import disable_dropout
-from paceline.rewards.functions import check_reset, check_reward_sources, needed_columns
+from paceline.rewards.functions import (
+    check_reset,
+    check_reward_sources,
+    environment_notices,
+    needed_columns,
+)
 from paceline.rollouts.advantages import AdvantageRule
 from paceline.rollouts.engine_check import check_engine, check_engine_of_model, engine_notices
 from paceline.rollouts.records import (
@@ -287,7 +292,11 @@ class GrpoTask(SequenceTask):
             num_train=tokens.num_train,
             num_eval=tokens.num_eval,
             counts=tokens.counts,
-            notices=of_samples.notices,
+            notices=[
+                *of_samples.notices,
+                *environment_notices(self.config),
+                *engine_notices(self.config),
+            ],
             fingerprint=of_samples.fingerprint,
             handle=tokens,
             mean_tokens=mean_prompt + self.config.grpo.max_completion_length,
@@ -338,7 +347,6 @@ class GrpoTask(SequenceTask):
     def setup(self, model: Any) -> list[Notice]:
         notices = super().setup(model)
         check_engine_of_model(self.config, base_model(model).config.to_dict())
-        notices += engine_notices(self.config)
         if self.config.lora.enable and self.config.lora.dropout:
             text = UserText(
                 "dropout: {subject}", code="dropout", subject=f"off (`{self.config.task}`)"

@@ -34,7 +34,7 @@ def evaluate_rewards(data: RolloutPipeline) -> EvalResult:
     for number, name in enumerate(data.scorer.names):
         metrics[f"rewards/{name}"] = _mean(scores[:, number])
     seconds = time.perf_counter() - started
-    return EvalResult(-metrics["reward"], metrics, len(completions), seconds)
+    return EvalResult(0.0 - metrics["reward"], metrics, len(completions), seconds)
 
 
 def _mean(values: np.ndarray) -> float:

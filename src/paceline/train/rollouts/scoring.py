@@ -82,9 +82,11 @@ class GroupScorer:
             for (tokens, row), group, of_group in zip(prompts, completions, texts, strict=True)
         ]
         scores = self._scores(groups, step)
-        for completion in (each for group in completions for each in group):
-            if completion.episode is not None:
-                completion.episode.forget()
+        for episode in (each.episode for group in completions for each in group):
+            if episode is not None:
+                episode.forget()
+                if episode.prompt_ids is not None:
+                    episode.prompt_text = self.prompt_text_of(episode.prompt_ids)
         self.spent_s += time.perf_counter() - started
         return [
             RolloutGroup(

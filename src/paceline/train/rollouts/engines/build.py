@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.timing.progress import ProgressTracker
+from paceline.rollouts.engine_check import generates_completions
 from paceline.train.rollouts.engines.base import CompletionEngine, CompletionLimits
 from paceline.train.state import TrainComponents
 
@@ -22,6 +23,8 @@ def build_engine(
         picks_logits: whether the model can compute the logits of the last token only.
     """
     engine = config.grpo.engine_used
+    if not generates_completions(config):
+        engine = "generate"  # which nothing will ask for completions
     if engine == "continuous_batching":
         from paceline.train.rollouts.engines.batching import BatchingEngine
 

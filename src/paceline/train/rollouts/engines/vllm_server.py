@@ -201,27 +201,31 @@ class ServerVllm(CompletionEngine):
                 time.sleep(_POLL_S)
 
     def _get(self, path: str) -> JsonValue:
-        return self._ask(urllib.request.Request(f"{self.url}{path}"))
+        return ask_server(urllib.request.Request(f"{self.url}{path}"))
 
     def _post(self, path: str, body: dict[str, Any]) -> JsonValue:
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        return self._ask(urllib.request.Request(f"{self.url}{path}", data, headers))
+        return ask_server(urllib.request.Request(f"{self.url}{path}", data, headers))
 
-    def _ask(self, request: urllib.request.Request) -> JsonValue:
-        try:
-            with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
-                content = response.read()
-        except urllib.error.HTTPError as error:
-            raise _failed(
-                f"{error.code} {error.read().decode('utf-8', 'replace')[:500]}"
-            ) from error
-        except OSError as error:
-            raise _failed(str(error)) from error
-        answer: JsonValue = json.loads(content) if content else None
-        return answer
+
+def ask_server(request: urllib.request.Request) -> JsonValue:
+    """Return the answer of the server to a request, with the key that the server may require.
+
+    Raises:
+        RunError: the server cannot be reached, or refuses the request.
+    """
+    if key := os.environ.get("VLLM_API_KEY"):
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+            content = response.read()
+    except urllib.error.HTTPError as error:
+        raise _failed(f"{error.code} {error.read().decode('utf-8', 'replace')[:500]}") from error
+    except OSError as error:
+        raise _failed(str(error)) from error
+    answer: JsonValue = json.loads(content) if content else None
+    return answer
 
 
 def _packs_at_start() -> bool:

@@ -103,7 +103,7 @@ export const zh = {
   "runs.rename": "重命名",
   "runs.rename.ask": "重命名 {name}",
   "runs.rename.name": "新名称",
-  "runs.rename.what": "只改变面板中显示的名称。目录仍是 {path}，因此检查点、命令和恢复训练都不受影响。留空则显示目录名。",
+  "runs.rename.what": "只改变面板中显示的名称。文件夹仍是 {path}，因此检查点、命令和恢复训练都不受影响。留空则显示文件夹名。",
   "runs.archive": "归档",
   "runs.unarchive": "取消归档",
   "runs.archived": "已归档",
@@ -112,7 +112,7 @@ export const zh = {
   "runs.unarchived.done": "{n} 个训练已回到列表。",
   "runs.delete": "删除",
   "runs.delete.ask": "删除 {name}？|删除 {n} 个训练？",
-  "runs.delete.what": "训练目录及其中的检查点、模型和报告都会被删除，且无法恢复。保存在其他目录（`checkpoint_dir`）中的检查点会保留。",
+  "runs.delete.what": "训练文件夹及其中的检查点、模型和报告都会被删除，且无法恢复。保存在其他文件夹（`checkpoint_dir`）中的检查点会保留。",
   "runs.delete.running": "仍在运行，不能删除：{names}。请先停止。",
   "runs.deleted.done": "已删除 {n} 个训练。",
 
