@@ -1,6 +1,7 @@
 """Test that configs for unsupported training methods are rejected, by name or by the keys of those
 methods."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from paceline.config.compat.keys import method_tables, task_of_method
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema.tasks import ANSWER_TASKS, ROLLOUT_TASKS
 from paceline.core.errors import ConfigError
+from paceline.rewards.builtin import build_reward
 
 BASE = "model: m\ndataset: d\n"
 Load = Callable[..., Loaded]
@@ -174,6 +176,13 @@ def test_rejects_what_preference_training_lacks(load: Load, text: str, expected:
             {},
         ),
         (
+            "task: grpo\nsystem_prompt: s\nreward_funcs: soft_overlong_punishment\n"
+            "soft_punish_cache: 9",
+            "grpo",
+            [{"name": "soft_overlong", "max_length": 16384, "cache": 9}],
+            {},
+        ),
+        (
             "rlhf_type: grpo\nreward_funcs: soft_overlong\nsoft_cache_length: 9\n"
             "soft_max_length: 90",
             "grpo",
@@ -193,6 +202,40 @@ def test_reads_rewards(
     assert config.task == task
     assert [reward.model_dump(exclude_defaults=True) for reward in config.rewards] == rewards
     assert config.grpo.model_dump(exclude_defaults=True) == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "flags"),
+    [
+        ("format", r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE),
+        (
+            "reasoning_steps",
+            r"(Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,)",
+            re.NOFLAG,
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\na\n</think>\n<answer>\nb\n</answer>",
+        "<think>\na\n</think>\n<answer>\nb\n</answer>\n1. more\nFirst, a\n- b",
+        "<think>\na\n</think>\n<answer>\nb\n</answer> more",
+        "1. a\n2. b\nStep 3: c",
+        "\n1. a\n* b\n- c\nNext, d",
+        "",
+    ],
+)
+def test_patterns_of_open_r1_match_as_in_open_r1(
+    load: Load, name: str, pattern: str, flags: re.RegexFlag, text: str
+) -> None:
+    (entry,) = load(f"{BASE}task: grpo\nsystem_prompt: s\nreward_funcs: [{name}]").config.rewards
+    expected = (
+        float(bool(re.match(pattern, text, flags)))
+        if name == "format"
+        else min(1.0, len(re.findall(pattern, text)) / 3)
+    )
+    assert build_reward(entry, 100, 1.0)(completions=[text]) == [expected]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from paceline.config.schema import Config
+from paceline.config.schema.grpo import Engine
 from paceline.core.errors import ConfigError
 from paceline.core.log import Notice
 from paceline.core.texts import UserText
@@ -16,6 +17,16 @@ _LIMITS = ("importance_sampling_clip_max", "importance_sampling_clip_min")
 #: The keys of the modes of vLLM.
 _OF_SERVER = ("vllm_server_base_url", "vllm_server_timeout", "vllm_group_port")
 _OF_RANK = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
+#: What the tokens of the completions of an engine depend on.
+_REPEATABILITY: dict[Engine, UserText] = {
+    "generate": UserText(
+        "their tokens do not depend on the number of ranks", code="tokens-of-generate"
+    ),
+    "continuous_batching": UserText(
+        "their tokens depend on the number of ranks", code="tokens-of-continuous-batching"
+    ),
+    "vllm": UserText("their tokens depend on what else vLLM computes", code="tokens-of-vllm"),
+}
 
 
 def generates_completions(config: Config) -> bool:
@@ -78,11 +89,6 @@ def engine_notices(config: Config) -> list[Notice]:
 
 def _engine_notices(config: Config) -> list[Notice]:
     engine = config.grpo.engine_used
-    reason = {
-        "generate": "their tokens do not depend on the number of ranks",
-        "continuous_batching": "their tokens depend on the number of ranks",
-        "vllm": "their tokens depend on what else vLLM computes",
-    }[engine]
     notices = [
         Notice(
             "info",
@@ -90,7 +96,7 @@ def _engine_notices(config: Config) -> list[Notice]:
                 "completions: generated with `{engine}` ({reason})",
                 code="rollout-engine",
                 engine=engine,
-                reason=reason,
+                reason=_REPEATABILITY[engine],
             ),
         )
     ]
