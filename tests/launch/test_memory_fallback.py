@@ -95,9 +95,10 @@ def test_run_continues(
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_killed_run_resumes_with_what_worked_bit_for_bit(tmp_path: Path) -> None:
+def test_killed_run_resumes_with_what_worked_bit_for_bit(own_cache: Path, tmp_path: Path) -> None:
     args = (*MODES["ddp"], CALLBACK, *LIMIT, *CASES["middle"])
     run(*arguments(tmp_path / "whole", *args))
+    (own_cache / "memory-settings.json").unlink()  # the next run would use them
     process = start(*arguments(tmp_path / "killed", *args))
     wait_for_step(tmp_path / "killed", 5, process)
     process.kill()

@@ -194,8 +194,9 @@ def wait_late(env):
     results["chain"] = first.tolist()
 
     def overwrite():
-        work = dist.all_reduce(second, async_op=True)
-        second.add_(1)
+        with host_nccl_of(dist.group.WORLD)._lock:  # not before the block ends
+            work = dist.all_reduce(second, async_op=True)
+            second.add_(1)
         work.wait()
 
     def free():
