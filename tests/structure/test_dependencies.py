@@ -20,8 +20,9 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-#: Only asked whether it is installed: a dependency of torch's GPU builds.
-OF_TORCH = "triton"
+#: Not declared: a dependency of torch's GPU builds, of which only the presence is checked; and an
+#: engine that users install on their own, because its versions require exact ones of torch.
+UNDECLARED = {"triton", "vllm"}
 IMPORT_FUNCTIONS = {"import_module", "find_spec", "check_package"}
 
 
@@ -56,7 +57,7 @@ def test_imported_packages_are_declared() -> None:
         for path in SOURCE.rglob("*.py")
         for name in imported_names(ast.parse(path.read_text(encoding="utf-8")))
     }
-    packages = imported - sys.stdlib_module_names - {"paceline", OF_TORCH}
+    packages = imported - sys.stdlib_module_names - {"paceline"} - UNDECLARED
     declared = {normalize(requirement.name) for requirement in requirements()}
     assert "torch" in packages
     assert [

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import JsonValue
 
@@ -30,6 +31,12 @@ from paceline.rewards.protocol import (
 _CHARS_PER_TOKEN = 1000
 
 
+class Resettable(Protocol):
+    """An environment of the user, which has tools besides."""
+
+    def reset(self, **row: JsonValue) -> object: ...
+
+
 class EnvironmentHost:
     """The environments of the completions whose rewards this process will compute.
 
@@ -46,7 +53,7 @@ class EnvironmentHost:
         self._file = str(getattr(sys.modules[self._class.__module__], "__file__", None))
         self._tools = tool_methods(self._class)
         self._max_chars = max_tokens * _CHARS_PER_TOKEN
-        self._instances: dict[int, dict[int, object]] = {}
+        self._instances: dict[int, dict[int, Resettable]] = {}
 
     def reset(self, request: ResetRequest) -> ResetReply:
         """Create and reset the environment of a completion."""
@@ -55,9 +62,9 @@ class EnvironmentHost:
         random.seed(request["seed"])
         what = "the class"
         try:
-            instance, what = self._class(), "`reset`"
-            reset: Callable[..., object] = instance.reset
-            observation = awaited(reset(**request["row"]))
+            instance: Resettable = self._class()
+            what = "`reset`"
+            observation = awaited(instance.reset(**request["row"]))
         except BaseException as error:
             return {"problem": self._problem(what, error)}
         if observation is not None and not isinstance(observation, str):

@@ -168,6 +168,16 @@ def test_failing_environment_ends_the_run(ranks: int, player: Path, tmp_path: Pa
 
 
 @pytest.mark.soak
+def test_reset_must_accept_each_row(player: Path, tmp_path: Path) -> None:
+    write_game(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "Play.", "number": 3}\n')
+    process = play(tmp_path, player, "run", "--dry-run", "max_steps=2", expect=2)
+    assert "[reset-signature]" in process.stderr
+    assert "'secret'" in process.stderr
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("args", "code"),
     [

@@ -309,9 +309,12 @@ class GrpoTask(SequenceTask):
             if dataset is None:
                 continue
             count = min(len(dataset), _CHECKED_ROWS)
-            known = {name for index in range(count) for name in read_row(dataset, index).columns}
-            if environment is not None:
-                check_reset(environment, known)
+            of_rows = dict.fromkeys(
+                tuple(sorted(read_row(dataset, index).columns)) for index in range(count)
+            )
+            for columns in of_rows if environment is not None else ():
+                check_reset(str(environment), columns)
+            known = {name for columns in of_rows for name in columns}
             for name in needed:
                 if name not in known:
                     raise ConfigError(

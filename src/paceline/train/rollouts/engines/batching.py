@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,6 +41,17 @@ _POLL_S = 0.5
 _PAGE_SIZE, _CPU_PAGE_SIZE = 256, 32
 #: Tokens of a forward pass: as many as the prompts have, within these limits.
 _FEWEST_TOKENS, _MOST_TOKENS = 256, 4096
+
+
+class BatchedOutput(Protocol):
+    """A request as transformers' engine returns it."""
+
+    request_id: str
+    generated_tokens: Sequence[int]
+    logprobs: Sequence[float]
+    error: str | None
+
+    def is_finished(self) -> bool: ...
 
 
 class BatchingEngine(CompletionEngine):
@@ -162,12 +173,12 @@ class BatchingEngine(CompletionEngine):
         manager.start()
         return manager
 
-    def _outputs(self, manager: Any, count: int) -> dict[str, Any]:
+    def _outputs(self, manager: Any, count: int) -> dict[str, BatchedOutput]:
         """Return the finished requests by name."""
-        outputs: dict[str, Any] = {}
+        outputs: dict[str, BatchedOutput] = {}
         num_passes = 0
         while len(outputs) < count:
-            output = manager.get_result(timeout=_POLL_S)
+            output: BatchedOutput | None = manager.get_result(timeout=_POLL_S)
             now = getattr(manager, "current_batch", 0)
             if output is not None or now != num_passes:
                 num_passes = now
@@ -185,7 +196,7 @@ class BatchingEngine(CompletionEngine):
                 outputs[output.request_id] = output
         return outputs
 
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, output: BatchedOutput) -> Completion:
         ids, logps = list(output.generated_tokens), list(output.logprobs)
         if not ids or len(ids) != len(logps):
             raise _failed(f"{len(ids)} tokens with {len(logps)} log-probabilities")

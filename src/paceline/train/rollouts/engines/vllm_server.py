@@ -140,7 +140,7 @@ class ServerVllm(CompletionEngine):
         if served["weight_transfer_config"] is None or logprobs != "processed_logprobs":
             raise _not_ready(self.url)
         workers: Any = self._get("/get_world_size")
-        init = {
+        init: dict[str, JsonValue] = {
             "master_address": get_ip(),
             "master_port": self.port,
             "rank_offset": 1,
@@ -203,7 +203,7 @@ class ServerVllm(CompletionEngine):
     def _get(self, path: str) -> JsonValue:
         return ask_server(urllib.request.Request(f"{self.url}{path}"))
 
-    def _post(self, path: str, body: dict[str, Any]) -> JsonValue:
+    def _post(self, path: str, body: dict[str, JsonValue]) -> JsonValue:
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         return ask_server(urllib.request.Request(f"{self.url}{path}", data, headers))
@@ -235,7 +235,7 @@ def _packs_at_start() -> bool:
     return not hasattr(NCCLWeightTransferEngine, "trainer_init")
 
 
-def _open_group(init: dict[str, Any]) -> Any:
+def _open_group(init: dict[str, JsonValue]) -> Any:
     if _packs_at_start():
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
