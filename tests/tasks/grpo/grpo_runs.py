@@ -23,6 +23,11 @@ def write_rewards(folder: Path) -> Path:
     return path
 
 
+def loss_mask(numbers: random.Random, length: int) -> list[int]:
+    """Return whether each of some tokens carries loss; the first one does."""
+    return [int(not at or numbers.random() < 0.6) for at in range(length)]
+
+
 def record_rollouts(
     folder: Path,
     eos: int,
@@ -56,7 +61,6 @@ def record_rollouts(
                 rewards = {name: round(numbers.random(), 3) for name in NAMES}
                 if with_nulls and index == 1:
                     rewards = dict.fromkeys(NAMES) if prompt % 2 else {**rewards, "first": None}
-                mask = [int(numbers.random() < 0.6 or not at) for at in range(length)]
                 lines.append(
                     {
                         "prompt": prompt,
@@ -69,7 +73,7 @@ def record_rollouts(
                         ],
                         "rewards": rewards,
                         "truncated": is_truncated,
-                        **({"loss_mask": mask} if with_masks else {}),
+                        **({"loss_mask": loss_mask(numbers, length)} if with_masks else {}),
                     }
                 )
         name = f"step-{rollout * num_iterations + 1:08d}.jsonl"
