@@ -22,6 +22,7 @@ from paceline.explain.allocations import LiveStorages
 
 
 def resident():
+    gc.collect()  # of what only cycles still hold
     found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     found += [each.grad for each in found if each.is_leaf and each.grad is not None]
     sizes = {}
